@@ -1,0 +1,3 @@
+from glm_gpu.cli import main
+
+main()
