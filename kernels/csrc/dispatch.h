@@ -1,0 +1,30 @@
+/* One table of functions for each instruction set; module.c picks one when the extension is loaded.
+ *
+ * isa.c is compiled once per instruction set, with that set's flags and ISA_NAME = base, avx2, avx512vnni or neondot.
+ * It includes every family of kernels and fills the table kernels_<ISA_NAME>. To add a family, say "norm":
+ *
+ *   1. norm.h       the code, all static, on the lanes of vec.h; intrinsics only under #if __AVX512VNNI__ and the like.
+ *                   It is included by isa.c only.
+ *   2. dispatch.h   its entry points as members of struct kernels, with plain C types.
+ *   3. isa.c        #include "norm.h" and the members' values.
+ *   4. bind_norm.c  the Python functions, on the argument checks of bind.h, compiled once without special flags;
+ *                   they call active->member(...) and end in an array `PyMethodDef norm_methods[]`.
+ *   5. module.c     norm_methods in the list of families; meson.build: bind_norm.c in the list of sources.
+ *   6. kernels/_cpu.pyi and the dispatch in kernels/norm.py:  if cpu.active: cpu.active.norm(...) else the NumPy body.
+ *
+ * Rules: a kernel gives the bits of its NumPy body on every instruction set, for any number of rows and threads. It
+ * splits its work with pool_run, allocates nothing it cannot free on every way out, and reads no byte beyond the
+ * arrays it was given, whose addresses may be unaligned.
+ */
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+struct kernels {
+    const char *name;
+};
+
+extern const struct kernels kernels_base, kernels_avx2, kernels_avx512vnni, kernels_neondot;
+
+/* The table in use. Changed only while no kernel runs (the tests do). */
+extern const struct kernels *active;

@@ -1,0 +1,13 @@
+/* All kernels for one instruction set; see dispatch.h. */
+#include "dispatch.h"
+#include "vec_dot.h"
+#include "vec_exp.h"
+
+#define TABLE_OF(name) TABLE_OF_(name)
+#define TABLE_OF_(name) kernels_##name
+#define STRING_OF(name) STRING_OF_(name)
+#define STRING_OF_(name) #name
+
+const struct kernels TABLE_OF(ISA_NAME) = {
+    .name = STRING_OF(ISA_NAME),
+};
