@@ -1,0 +1,1 @@
+"""The forward pass: how GLM-5.2 (`glm_moe_dsa`) and OLMoE turn tokens into logits."""

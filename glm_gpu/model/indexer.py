@@ -1,0 +1,84 @@
+"""The lightning indexer: which cached positions a token attends to."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from glm_gpu.batch import Batch
+from glm_gpu.config import ModelConfig
+from glm_gpu.kernels.indexer import index_scores, select_top
+from glm_gpu.kernels.matmul import matmul
+from glm_gpu.kernels.norm import layer_norm
+from glm_gpu.kernels.rope import rope_half, rope_interleaved
+from glm_gpu.model.numerics import INDEX_NORM_EPS, Numerics
+from glm_gpu.model.weights import IndexerWeights
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The positions that the rows of one sequence attend to.
+
+    Args:
+        rows: [T, K] int32 positions, ascending, padded with -1; None means every position before `counts`.
+        counts: [T] int32, how many entries of a row hold.
+    """
+
+    rows: np.ndarray | None
+    counts: np.ndarray
+
+
+def dense_selections(batch: Batch) -> list[Selection]:
+    """For each span, every position up to the row's own."""
+    return [Selection(None, batch.positions[span.rows] + 1) for span in batch.spans]
+
+
+def select(
+    h: np.ndarray,
+    q_latent: np.ndarray,
+    weights: IndexerWeights,
+    config: ModelConfig,
+    batch: Batch,
+    layer: int,
+    rope: tuple[np.ndarray, np.ndarray],
+    numerics: Numerics,
+) -> list[Selection]:
+    """Cache the rows' index keys and choose, for each span, the `index_topk` best positions of every row.
+
+    Scoring is skipped while all positions fit in `index_topk`: the choice would be all of them.
+
+    Args:
+        h: [T, D] f32, the layer's normed input.
+        q_latent: [T, Q] f32, the normed query latent.
+        layer: where the index keys are cached.
+        rope: cos and sin, [T, P / 2] each.
+
+    Source: DeepSeek-V3.2 report, lightning indexer; GLM's pairs are interleaved and lie first in a head.
+    """
+    num_heads, width, rope_width = config.index_n_heads, config.index_head_dim, config.qk_rope_head_dim
+    rotate = rope_interleaved if config.indexer_rope_interleave else rope_half
+    cos, sin = rope
+    keys = matmul(h, weights.key, numerics.activations)
+    keys = layer_norm(keys, weights.key_norm, weights.key_norm_bias, INDEX_NORM_EPS)  # [T, M]
+    keys = np.concatenate([rotate(keys[:, :rope_width], cos, sin), keys[:, rope_width:]], axis=1)
+    for span in batch.spans:
+        span.cache.write(layer, "index_key", span.cache.length, keys[span.rows])
+
+    longest = max(span.cached_stop for span in batch.spans)
+    if longest <= config.index_topk and not numerics.always_index:
+        return dense_selections(batch)
+
+    queries = matmul(q_latent, weights.query, numerics.activations).reshape(len(h), num_heads, width)
+    queries = np.concatenate([rotate(queries[..., :rope_width], cos, sin), queries[..., rope_width:]], axis=2)
+    head_weights = matmul(h, weights.head_weights, numerics.activations) * np.float32(num_heads**-0.5)  # [T, J]
+    selections = []
+    for span in batch.spans:
+        counts = batch.positions[span.rows] + 1
+        scores = index_scores(
+            queries[span.rows],
+            head_weights[span.rows],
+            span.cache.read(layer, "index_key", span.cached_stop),
+            counts,
+            np.float32(width**-0.5),
+        )
+        selections.append(Selection(*select_top(scores, counts, config.index_topk)))
+    return selections

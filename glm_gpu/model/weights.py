@@ -1,0 +1,207 @@
+"""The weights that every token needs, as the forward pass names them. Routed experts live in `glm_gpu.tiers`."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from glm_gpu.checkpoint import Checkpoint
+from glm_gpu.config import ModelConfig
+from glm_gpu.quant import QuantizedMatrix
+from glm_gpu.recipe import Recipe
+from glm_gpu.tensors import expected_tensors
+
+
+@dataclass(frozen=True)
+class IndexerWeights:
+    """A full layer's lightning indexer; `head_weights` is `weights_proj`."""
+
+    query: QuantizedMatrix
+    key: QuantizedMatrix
+    key_norm: np.ndarray
+    key_norm_bias: np.ndarray
+    head_weights: QuantizedMatrix
+
+
+@dataclass(frozen=True)
+class LatentAttentionWeights:
+    """Multi-head latent attention. `indexer` is None in layers that share the selection of an earlier one."""
+
+    q_a: QuantizedMatrix
+    q_a_norm: np.ndarray
+    q_b: QuantizedMatrix
+    kv_a: QuantizedMatrix
+    kv_a_norm: np.ndarray
+    kv_b: QuantizedMatrix
+    output: QuantizedMatrix
+    indexer: IndexerWeights | None
+
+
+@dataclass(frozen=True)
+class HeadAttentionWeights:
+    """OLMoE's plain multi-head attention, with norms over the whole query and key projections."""
+
+    query: QuantizedMatrix
+    key: QuantizedMatrix
+    value: QuantizedMatrix
+    query_norm: np.ndarray
+    key_norm: np.ndarray
+    output: QuantizedMatrix
+
+
+@dataclass(frozen=True)
+class MlpWeights:
+    """A dense layer's MLP, or a sparse layer's shared expert."""
+
+    gate: QuantizedMatrix
+    up: QuantizedMatrix
+    down: QuantizedMatrix
+
+
+@dataclass(frozen=True)
+class MoeWeights:
+    """A sparse layer's router, [E, D] f32 and [E] f32, and its shared expert. OLMoE has neither bias nor shared expert."""
+
+    gate: np.ndarray
+    bias: np.ndarray | None
+    shared: MlpWeights | None
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One decoder layer."""
+
+    input_norm: np.ndarray
+    attention: LatentAttentionWeights | HeadAttentionWeights
+    post_attention_norm: np.ndarray
+    mlp: MlpWeights | MoeWeights
+
+
+@dataclass(frozen=True)
+class MtpWeights:
+    """The multi-token layer: a whole sparse layer and the glue around it."""
+
+    embedding_norm: np.ndarray
+    hidden_norm: np.ndarray
+    projection: QuantizedMatrix
+    layer: LayerWeights
+    head_norm: np.ndarray
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """Everything but the routed experts. A tied model's `head` is its embedding."""
+
+    embedding: QuantizedMatrix
+    layers: tuple[LayerWeights, ...]
+    norm: np.ndarray
+    head: QuantizedMatrix
+    mtp: MtpWeights | None
+
+
+class _Reader:
+    """Reads tensors below one name prefix, matrices in the format that the recipe gives them."""
+
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, recipe: Recipe, prefix: str = "") -> None:
+        self._checkpoint, self._config, self._recipe, self._prefix = checkpoint, config, recipe, prefix
+        self._shapes = expected_tensors(config)
+
+    def under(self, prefix: str) -> "_Reader":
+        reader = _Reader.__new__(_Reader)
+        reader.__dict__.update(self.__dict__, _prefix=self._prefix + prefix)
+        return reader
+
+    def has(self, name: str) -> bool:
+        return self._prefix + name in self._checkpoint
+
+    def matrix(self, name: str) -> QuantizedMatrix:
+        full = f"{self._prefix}{name}.weight"
+        return self._checkpoint.read_matrix(full, self._shapes[full], self._recipe.format_for(full, self._config))
+
+    def vector(self, name: str) -> np.ndarray:
+        return self._checkpoint.read_f32(self._prefix + name)
+
+
+def load_weights(checkpoint: Checkpoint, config: ModelConfig, recipe: Recipe, with_mtp: bool) -> ModelWeights:
+    """The checkpoint's weights in the recipe's formats, quantized here where the checkpoint does not store them so.
+
+    Args:
+        with_mtp: load the multi-token layer too; the checkpoint must have it.
+
+    Raises:
+        CheckpointError: a tensor cannot be read, or holds values that are not finite.
+    """
+    root = _Reader(checkpoint, config, recipe)
+    model = root.under("model.")
+    embedding = model.matrix("embed_tokens")
+    return ModelWeights(
+        embedding=embedding,
+        layers=tuple(_layer(model.under(f"layers.{i}."), config, i) for i in range(config.num_hidden_layers)),
+        norm=model.vector("norm.weight"),
+        head=embedding if config.tie_word_embeddings else root.matrix("lm_head"),
+        mtp=_mtp(model.under(f"layers.{config.mtp_layer}."), config) if with_mtp else None,
+    )
+
+
+def _layer(reader: _Reader, config: ModelConfig, layer: int) -> LayerWeights:
+    return LayerWeights(
+        input_norm=reader.vector("input_layernorm.weight"),
+        attention=(_latent_attention if config.is_latent else _head_attention)(reader.under("self_attn.")),
+        post_attention_norm=reader.vector("post_attention_layernorm.weight"),
+        mlp=_moe(reader.under("mlp.")) if config.is_sparse(layer) else _mlp(reader.under("mlp.")),
+    )
+
+
+def _latent_attention(reader: _Reader) -> LatentAttentionWeights:
+    indexer = reader.under("indexer.")
+    return LatentAttentionWeights(
+        q_a=reader.matrix("q_a_proj"),
+        q_a_norm=reader.vector("q_a_layernorm.weight"),
+        q_b=reader.matrix("q_b_proj"),
+        kv_a=reader.matrix("kv_a_proj_with_mqa"),
+        kv_a_norm=reader.vector("kv_a_layernorm.weight"),
+        kv_b=reader.matrix("kv_b_proj"),
+        output=reader.matrix("o_proj"),
+        indexer=IndexerWeights(
+            query=indexer.matrix("wq_b"),
+            key=indexer.matrix("wk"),
+            key_norm=indexer.vector("k_norm.weight"),
+            key_norm_bias=indexer.vector("k_norm.bias"),
+            head_weights=indexer.matrix("weights_proj"),
+        )
+        if indexer.has("wk.weight")
+        else None,
+    )
+
+
+def _head_attention(reader: _Reader) -> HeadAttentionWeights:
+    return HeadAttentionWeights(
+        query=reader.matrix("q_proj"),
+        key=reader.matrix("k_proj"),
+        value=reader.matrix("v_proj"),
+        query_norm=reader.vector("q_norm.weight"),
+        key_norm=reader.vector("k_norm.weight"),
+        output=reader.matrix("o_proj"),
+    )
+
+
+def _mlp(reader: _Reader) -> MlpWeights:
+    return MlpWeights(reader.matrix("gate_proj"), reader.matrix("up_proj"), reader.matrix("down_proj"))
+
+
+def _moe(reader: _Reader) -> MoeWeights:
+    shared = reader.under("shared_experts.")
+    return MoeWeights(
+        gate=reader.vector("gate.weight"),
+        bias=reader.vector("gate.e_score_correction_bias") if reader.has("gate.e_score_correction_bias") else None,
+        shared=_mlp(shared) if shared.has("gate_proj.weight") else None,
+    )
+
+
+def _mtp(reader: _Reader, config: ModelConfig) -> MtpWeights:
+    return MtpWeights(
+        embedding_norm=reader.vector("enorm.weight"),
+        hidden_norm=reader.vector("hnorm.weight"),
+        projection=reader.matrix("eh_proj"),
+        layer=_layer(reader, config, config.mtp_layer),
+        head_norm=reader.vector("shared_head.norm.weight"),
+    )

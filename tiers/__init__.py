@@ -1,0 +1,1 @@
+"""Where experts live. Knows bytes, not mathematics."""

@@ -1,0 +1,37 @@
+"""One expert's bytes, from a checkpoint into a slab."""
+
+import numpy as np
+
+from glm_gpu.checkpoint import Checkpoint
+from glm_gpu.config import ModelConfig
+from glm_gpu.recipe import Recipe
+from glm_gpu.slab import SlabLayout
+
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def expert_tensor(layer: int, expert: int, projection: str) -> str:
+    """The Hugging Face name of one of an expert's three matrices."""
+    return f"model.layers.{layer}.mlp.experts.{expert}.{projection}.weight"
+
+
+def expert_layout(config: ModelConfig, recipe: Recipe, layer: int, scale_dtype: type = np.float32) -> SlabLayout:
+    """How the experts of a layer lie in their slabs."""
+    format = recipe.format_for(expert_tensor(layer, 0, "gate_proj"), config)
+    return SlabLayout(format, config.hidden_size, config.moe_intermediate_size, scale_dtype)
+
+
+def read_expert(checkpoint: Checkpoint, layout: SlabLayout, layer: int, expert: int, slab: np.ndarray) -> None:
+    """Fill a slab with an expert, quantized here where the checkpoint does not store it so.
+
+    Args:
+        slab: [layout.nbytes] uint8, overwritten.
+
+    Raises:
+        CheckpointError: a tensor cannot be read, or holds values that are not finite.
+    """
+    for projection, view in zip(PROJECTIONS, layout.views(slab), strict=True):
+        matrix = checkpoint.read_matrix(expert_tensor(layer, expert, projection), view.shape, view.format)
+        view.data[...] = matrix.data
+        if view.scales is not None:
+            view.scales[...] = matrix.scales
