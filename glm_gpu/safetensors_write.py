@@ -1,0 +1,98 @@
+"""Writing one safetensors file: data on a page border, tensor after tensor, visible only when complete."""
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from glm_gpu.safetensors_index import DTYPE_BITS
+
+TEMPORARY_SUFFIX = ".partial"
+_WRITE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class WrittenShard:
+    """What a finished file is: its size and the SHA-256 of all its bytes, in hex."""
+
+    nbytes: int
+    sha256: str
+
+
+def write_safetensors(path: Path, tensors: Iterable, align: int = 4096, metadata: dict | None = None) -> WrittenShard:
+    """Write a safetensors file whose data begins on a multiple of `align`, in the order given, without gaps.
+
+    The file is written as `path` + ".partial", flushed to the disk and renamed: under its own name it is complete or
+    absent. On failure the temporary file is removed and the error passed on.
+
+    Args:
+        path: where the file ends up; an older file there is replaced.
+        tensors: (name, dtype, shape, data) each; dtype as in the format ("U8", "F32", "BF16", ...); data a contiguous
+            buffer, or a function of no arguments that returns one when its turn comes, so that only one tensor needs
+            to be in memory.
+        align: bytes; the header is padded with spaces up to it.
+        metadata: strings by name for the header's `__metadata__`.
+
+    Raises:
+        ValueError: a name is given twice, or data has another size than its dtype and shape say.
+        OSError: the disk is full, or the folder cannot be written.
+    """
+    tensors = list(tensors)
+    partial = path.with_name(path.name + TEMPORARY_SUFFIX)
+    try:
+        with partial.open("wb") as file:
+            hasher = hashlib.sha256()
+            header = _header(tensors, align, metadata)
+            file.write(header)
+            hasher.update(header)
+            for name, dtype, shape, data in tensors:
+                _write_one(file, hasher, name, _nbytes(dtype, shape), data)
+            file.flush()
+            os.fsync(file.fileno())
+            nbytes = file.tell()
+        partial.rename(path)
+        _sync_folder(path.parent)
+    except BaseException:
+        with suppress(OSError):
+            partial.unlink()
+        raise
+    return WrittenShard(nbytes, hasher.hexdigest())
+
+
+def _write_one(file, hasher, name: str, nbytes: int, data) -> None:
+    view = memoryview(data() if isinstance(data, Callable) else data).cast("B")
+    if len(view) != nbytes:
+        raise ValueError(f"tensor {name!r}: {len(view)} bytes of data, expected {nbytes} from its dtype and shape")
+    for begin in range(0, nbytes, _WRITE_BYTES):
+        chunk = view[begin : begin + _WRITE_BYTES]
+        file.write(chunk)
+        hasher.update(chunk)
+
+
+def _header(tensors: list, align: int, metadata: dict | None) -> bytes:
+    entries = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for name, dtype, shape, _ in tensors:
+        if name in entries:
+            raise ValueError(f"tensor {name!r} is given twice")
+        begin, end = end, end + _nbytes(dtype, shape)
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-(8 + len(text)) % align)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _nbytes(dtype: str, shape) -> int:
+    return math.prod(shape) * DTYPE_BITS[dtype] // 8
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
