@@ -3,7 +3,6 @@
 import numpy as np
 
 from glm_gpu.checkpoint import Checkpoint
-from glm_gpu.config import ModelConfig
 from glm_gpu.recipe import Recipe
 from glm_gpu.slab import SlabLayout
 
@@ -15,10 +14,14 @@ def expert_tensor(layer: int, expert: int, projection: str) -> str:
     return f"model.layers.{layer}.mlp.experts.{expert}.{projection}.weight"
 
 
-def expert_layout(config: ModelConfig, recipe: Recipe, layer: int, scale_dtype: type = np.float32) -> SlabLayout:
-    """How the experts of a layer lie in their slabs."""
-    format = recipe.format_for(expert_tensor(layer, 0, "gate_proj"), config)
-    return SlabLayout(format, config.hidden_size, config.moe_intermediate_size, scale_dtype)
+def expert_layout(checkpoint: Checkpoint, recipe: Recipe, layer: int) -> SlabLayout:
+    """How the experts of a layer lie in their slabs: as they are stored, or else as the recipe says."""
+    config = checkpoint.config
+    name = expert_tensor(layer, 0, PROJECTIONS[0])
+    format, stored = recipe.format_for(name, config), checkpoint.stored(name)
+    if stored is not None and format.is_packed:
+        return SlabLayout(stored.format, config.hidden_size, config.moe_intermediate_size, stored.scale_dtype)
+    return SlabLayout(format, config.hidden_size, config.moe_intermediate_size)
 
 
 def read_expert(checkpoint: Checkpoint, layout: SlabLayout, layer: int, expert: int, slab: np.ndarray) -> None:

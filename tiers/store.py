@@ -9,7 +9,6 @@ import numpy as np
 
 from glm_gpu.batch import Phase
 from glm_gpu.checkpoint import Checkpoint
-from glm_gpu.config import ModelConfig
 from glm_gpu.recipe import Recipe
 from glm_gpu.slab import SlabLayout
 from glm_gpu.tiers.expert import expert_layout, read_expert
@@ -51,10 +50,10 @@ class ResidentStore:
         CheckpointError: an expert cannot be read.
     """
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, recipe: Recipe, layers: list[int]) -> None:
-        num_experts = config.n_routed_experts
+    def __init__(self, checkpoint: Checkpoint, recipe: Recipe, layers: list[int]) -> None:
+        num_experts = checkpoint.config.n_routed_experts
         self.heat = Heat(max(layers) + 1, num_experts)
-        self._layouts = {layer: expert_layout(config, recipe, layer) for layer in layers}
+        self._layouts = {layer: expert_layout(checkpoint, recipe, layer) for layer in layers}
         offsets = np.cumsum([0] + [self._layouts[layer].aligned_nbytes * num_experts for layer in layers])
         self._arena = np.empty(int(offsets[-1]), np.uint8)
         self._slabs: dict[int, list[np.ndarray]] = {}
