@@ -29,6 +29,7 @@ DTYPE_BITS = {
 }  # fmt: skip
 _NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 _COMPARE_BYTES = 1 << 20
+_INTEGERS = frozenset((int,))  # not bool
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ def index_shards(model_dir: Path) -> ShardIndex:
     """
     shards, weight_map, unused = _find_shards(model_dir)
     tensors: dict[str, TensorInfo] = {}
+    shard_names: dict[str, str] = {}
     digest = hashlib.sha256()
     for shard in shards:
         header, found = read_header(shard)
@@ -96,7 +98,8 @@ def index_shards(model_dir: Path) -> ShardIndex:
             if weight_map.get(name) != shard.name:
                 del found[name]
         tensors.update(found)
-    _check_weight_map(model_dir, weight_map, tensors)
+        shard_names.update(dict.fromkeys(found, shard.name))
+    _check_weight_map(model_dir, weight_map, shard_names)
     return ShardIndex(tensors, shards, unused, digest.digest())
 
 
@@ -116,7 +119,9 @@ def read_header(shard: Path) -> tuple[bytes, dict[str, TensorInfo]]:
         raise CheckpointError(missing_file(shard)) from None
     except OSError as error:
         raise CheckpointError(f"{shard}: cannot be read ({error.strerror}); check permissions and disk") from None
-    entries = parse_json_object(header, f"{shard}: header")
+    entries = parse_json_object(header, f"{shard}: header", check_keys=False)
+    if header.count(b'"data_offsets"') != len(entries.keys() - {"__metadata__"}):  # a name may be there twice
+        entries = parse_json_object(header, f"{shard}: header")
     return header, _check_entries(shard, entries, 8 + len(header), status.st_size)
 
 
@@ -151,7 +156,7 @@ def _check_entries(shard: Path, entries: dict, data_start: int, file_bytes: int)
             _refuse(shard, name, f"header entry is {entry!r:.200}", "dtype, shape and data_offsets [begin, end]")
         if type(begin) is not int or type(end) is not int or not 0 <= begin <= end:
             _refuse(shard, name, f"data_offsets are [{begin!r:.40}, {end!r:.40}]", "0 <= begin <= end")
-        if type(shape) is not list or len(shape) > MAX_DIMENSIONS or any(type(n) is not int or n < 0 for n in shape):
+        if not _is_shape(shape):
             _refuse(shard, name, f"shape is {shape!r:.80}", f"at most {MAX_DIMENSIONS} whole numbers, none negative")
         if math.prod(shape) * bits != (end - begin) * 8:
             expected = f"{shape!r:.80} of {dtype}, {math.prod(shape) * bits / 8:.12g} bytes"
@@ -170,6 +175,11 @@ def _check_entries(shard: Path, entries: dict, data_start: int, file_bytes: int)
             f"{_fetch_again(shard)}"
         )
     return tensors
+
+
+def _is_shape(value) -> bool:
+    is_list = type(value) is list and len(value) <= MAX_DIMENSIONS and _INTEGERS.issuperset(map(type, value))
+    return is_list and min(value, default=0) >= 0
 
 
 def _refuse(shard: Path, name: str, found: str, expected: str):
@@ -237,8 +247,8 @@ def _refuse_missing(model_dir: Path, missing: list[str], named_by: str) -> None:
     )
 
 
-def _check_weight_map(model_dir: Path, weight_map: dict[str, str], tensors: dict[str, TensorInfo]) -> None:
-    wrong = [name for name, file in weight_map.items() if name not in tensors or tensors[name].shard.name != file]
+def _check_weight_map(model_dir: Path, weight_map: dict[str, str], shard_names: dict[str, str]) -> None:
+    wrong = [name for name, file in weight_map.items() if shard_names.get(name) != file]
     if wrong:
         raise CheckpointError(
             f"{model_dir / INDEX_FILE}: {len(wrong)} tensors are not in the shard it names, first {wrong[0]!r:.200} in "

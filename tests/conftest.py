@@ -1,0 +1,59 @@
+"""Fixtures shared by all tests: the oracle's folders, and small checkpoints made on the spot."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from glm_gpu.safetensors_write import write_safetensors
+
+SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "uint16": "BF16", "uint8": "U8", "int64": "I64"}
+
+
+@pytest.fixture(scope="session")
+def oracle_dir() -> Path:
+    """tests/data/oracle: tiny checkpoints and what the reference computes from them; README.md there says what."""
+    return Path(__file__).parent / "data" / "oracle"
+
+
+@pytest.fixture
+def copy_oracle(oracle_dir, tmp_path):
+    """copy_oracle("tiny_glm") -> a copy of that checkpoint's config, index and shards that a test may damage."""
+
+    def copy(name: str) -> Path:
+        target = tmp_path / name
+        target.mkdir()
+        for path in (oracle_dir / name).iterdir():
+            if path.suffix in (".json", ".safetensors"):
+                shutil.copy(path, target)
+        return target
+
+    return copy
+
+
+@pytest.fixture
+def write_shard():
+    """write_shard(path, {name: array}) -> path; uint16 arrays are BF16 bit patterns, "F8_E4M3" needs (dtype, array)."""
+
+    def write(path: Path, tensors: dict) -> Path:
+        entries = []
+        for name, value in tensors.items():
+            dtype, array = value if isinstance(value, tuple) else (SAFETENSORS_DTYPES[value.dtype.name], value)
+            entries.append((name, dtype, array.shape, np.ascontiguousarray(array)))
+        write_safetensors(path, entries)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def write_config():
+    """write_config(folder, fields) -> fields: writes them as the folder's config.json."""
+
+    def write(folder: Path, fields: dict) -> dict:
+        (folder / "config.json").write_text(json.dumps(fields))
+        return fields
+
+    return write
