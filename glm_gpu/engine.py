@@ -71,7 +71,9 @@ class EngineOptions:
         widths = (self.expert_bits, self.dense_bits, self.group)
         if self.weights == "f32":
             if widths != (None, None, None):
-                raise RequestError("--weights f32 keeps all weights as they are; drop --expert-bits, --dense-bits, --group")
+                raise RequestError(
+                    "--weights f32 keeps all weights as they are; drop --expert-bits, --dense-bits, --group"
+                )
             return Recipe.float32()
         expert_bits, dense_bits, group = (
             default if value is None else value for value, default in zip(widths, (4, 4, 64), strict=True)

@@ -67,9 +67,7 @@ def latent_attention(
         mixed = np.empty((len(h), num_heads, rank), np.float32)
         for span, selection in zip(batch.spans, selections, strict=True):
             cached = span.cache.read(layer, "latent", span.cached_stop)
-            mixed[span.rows] = attend_latent(
-                queries[span.rows], cached, rank, selection.rows, selection.counts, scale
-            )
+            mixed[span.rows] = attend_latent(queries[span.rows], cached, rank, selection.rows, selection.counts, scale)
         heads = expand_value(mixed, weights.kv_b, nope, activations)  # [T, H, A]
     return matmul(heads.reshape(len(h), -1), weights.output, activations), selections
 

@@ -26,6 +26,10 @@ class Selection:
     rows: np.ndarray | None
     counts: np.ndarray
 
+    def last_row(self) -> "Selection":
+        """The selection of the last token alone."""
+        return Selection(None if self.rows is None else self.rows[-1:], self.counts[-1:])
+
 
 def dense_selections(batch: Batch) -> list[Selection]:
     """For each span, every position up to the row's own."""

@@ -57,7 +57,12 @@ def moe(
     store.count(layer, ids, phase)
     with store.lease(layer, distinct) as slabs:
         y = expert_ffn(
-            h, slabs, store.layout(layer), choice.reshape(ids.shape).astype(np.int32), expert_weights, numerics.activations
+            h,
+            slabs,
+            store.layout(layer),
+            choice.reshape(ids.shape).astype(np.int32),
+            expert_weights,
+            numerics.activations,
         )
     if weights.shared is not None:
         y += mlp(h, weights.shared.gate, weights.shared.up, weights.shared.down, numerics.activations)

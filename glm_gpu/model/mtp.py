@@ -49,7 +49,9 @@ class MtpHead:
         """
         model, weights = self._model, self._weights
         config, numerics = model.config, model.numerics
-        embedded = rms_norm(embed(batch.token_ids, model.weights.embedding), weights.embedding_norm, config.rms_norm_eps)
+        embedded = rms_norm(
+            embed(batch.token_ids, model.weights.embedding), weights.embedding_norm, config.rms_norm_eps
+        )
         recurrent = rms_norm(hidden, weights.hidden_norm, config.rms_norm_eps)
         x = matmul(np.concatenate([embedded, recurrent], axis=1), weights.projection, numerics.activations)
         rope = rope_tables(batch.positions, config.rope_theta, config.qk_rope_head_dim)
