@@ -1,5 +1,9 @@
 /* All kernels for one instruction set; see dispatch.h. */
+#include "attention.h"
 #include "dispatch.h"
+#include "indexer.h"
+#include "norm.h"
+#include "router.h"
 #include "vec_dot.h"
 #include "vec_exp.h"
 
@@ -10,4 +14,10 @@
 
 const struct kernels TABLE_OF(ISA_NAME) = {
     .name = STRING_OF(ISA_NAME),
+    .attend = attend,
+    .index_scores = index_scores,
+    .select_top = select_top,
+    .route = route,
+    .norm = norm,
+    .silu_mul = silu_mul,
 };

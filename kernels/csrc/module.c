@@ -98,7 +98,11 @@ static PyMethodDef module_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyMethodDef *const families[] = {module_methods};
+extern PyMethodDef attention_methods[], indexer_methods[], norm_methods[], router_methods[];
+
+static PyMethodDef *const families[] = {
+    module_methods, attention_methods, indexer_methods, norm_methods, router_methods,
+};
 
 static int module_exec(PyObject *module) {
     find_usable();
