@@ -189,14 +189,14 @@ class Checkpoint:
         if name in self._stored:
             return dequantize(self._read_packed(name, drop_pages))
         shape = self.info(name).shape
-        num_rows = shape[0] if shape else 1
-        return self.read_f32_rows(name, 0, num_rows, drop_pages).reshape(shape)
+        raw = self.read_rows(name, 0, shape[0] if shape else 1, drop_pages)
+        return self.decode_rows(name, raw).reshape(shape)
 
-    def read_f32_rows(self, name: str, start: int, stop: int, drop_pages: bool = False) -> np.ndarray:
-        """Rows start..stop-1 of a weight that is not packed, as `read_f32` gives them; reads no others.
+    def read_rows(self, name: str, start: int, stop: int, drop_pages: bool = False) -> np.ndarray:
+        """The bytes of rows start..stop-1 of a weight that is not packed: [rows, bytes of a row] uint8; reads no others.
 
         Raises:
-            CheckpointError: as `read_f32` does; indices in messages are those of the whole weight.
+            CheckpointError: as `read_into`, or the weight's type or scales are not understood.
         """
         assert name not in self._stored, name
         info = self.info(name)
@@ -206,18 +206,26 @@ class Checkpoint:
         num_rows = info.shape[0] if info.shape else 1
         assert 0 <= start <= stop <= num_rows, (name, start, stop, info.shape)
         row_bytes = info.nbytes // num_rows if num_rows else 0
-        raw = np.empty((stop - start) * row_bytes, np.uint8)
-        self._read_range(info, start * row_bytes, memoryview(raw), drop_pages)
+        raw = np.empty((stop - start, row_bytes), np.uint8)
+        self._read_range(info, start * row_bytes, memoryview(raw).cast("B"), drop_pages)
+        return raw
+
+    def decode_rows(self, name: str, raw: np.ndarray, first_row: int = 0) -> np.ndarray:
+        """The numbers that rows from `read_rows` stand for: f32 [rows, ...], all finite. Reads only the scales of FP8.
+
+        Raises:
+            CheckpointError: a value or scale is not finite; the message has its index in the whole weight.
+        """
+        info = self.info(name)
         if info.dtype == "F8_E4M3":
             scales = self.read_f32(name + FP8_SCALE_SUFFIX)
-            codes = raw.reshape(stop - start, -1)
-            values = dequantize_fp8(codes, scales, self.config.weight_block_size, start, num_rows)
+            values = dequantize_fp8(raw, scales, self.config.weight_block_size, first_row, info.shape[0])
         elif info.dtype == "BF16":
             values = bf16_to_f32(raw.view(np.uint16))
         else:
             values = raw.view(np.float16 if info.dtype == "F16" else np.float32).astype(np.float32, copy=False)
-        values = values.reshape(stop - start, *info.shape[1:])
-        self._check_finite(name, values, start)
+        values = values.reshape(len(raw), *info.shape[1:])
+        self._check_finite(name, values, first_row)
         return values
 
     def read_matrix(
