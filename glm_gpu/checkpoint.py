@@ -193,7 +193,7 @@ class Checkpoint:
         return self.decode_rows(name, raw).reshape(shape)
 
     def read_rows(self, name: str, start: int, stop: int, drop_pages: bool = False) -> np.ndarray:
-        """The bytes of rows start..stop-1 of a weight that is not packed: [rows, bytes of a row] uint8; reads no others.
+        """The bytes of rows start..stop-1 of a weight that is not packed, and no others: [rows, bytes of a row] uint8.
 
         Raises:
             CheckpointError: as `read_into`, or the weight's type or scales are not understood.
@@ -207,7 +207,7 @@ class Checkpoint:
         assert 0 <= start <= stop <= num_rows, (name, start, stop, info.shape)
         row_bytes = info.nbytes // num_rows if num_rows else 0
         raw = np.empty((stop - start, row_bytes), np.uint8)
-        self._read_range(info, start * row_bytes, memoryview(raw).cast("B"), drop_pages)
+        self._read_range(info, start * row_bytes, memoryview(raw.reshape(-1)), drop_pages)
         return raw
 
     def decode_rows(self, name: str, raw: np.ndarray, first_row: int = 0) -> np.ndarray:
