@@ -205,7 +205,7 @@ class Opening:
 
 
 def check_opening(checkpoint: Checkpoint, options: EngineOptions) -> Opening:
-    """Check that a model can be opened with these options, without reading any weights. Raises as `Engine.open` does."""
+    """Check that a model can be opened with these options; reads no weights. Raises as `Engine.open` does."""
     config, recipe = checkpoint.config, options.recipe
     context = _context(options.context, config.max_position_embeddings)
     has_mtp = validate_tensors(config, checkpoint)
