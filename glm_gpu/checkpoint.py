@@ -151,23 +151,27 @@ class Checkpoint:
         info = self.info(name)
         view = memoryview(buffer).cast("B")
         assert len(view) == info.nbytes, (name, len(view), info.nbytes)
+        self._read_range(info, 0, view, drop_pages)
+
+    def _read_range(self, info: TensorInfo, offset: int, view: memoryview, drop_pages: bool) -> None:
+        """Read the bytes of a tensor from `offset` on, as many as `view` holds."""
         descriptor = self._descriptor(info.shard)
         done = 0
-        while done < info.nbytes:
+        while done < len(view):
             try:
-                count = os.preadv(descriptor, [view[done:]], info.begin + done)
+                count = os.preadv(descriptor, [view[done:]], info.begin + offset + done)
             except OSError as error:
                 raise CheckpointError(
-                    f"{info.shard}: tensor {name!r} cannot be read ({error.strerror}); check the disk"
+                    f"{info.shard}: tensor {info.name!r} cannot be read ({error.strerror}); check the disk"
                 ) from None
             if count == 0:
                 raise CheckpointError(
-                    f"{info.shard}: tensor {name!r} ends after {done} bytes, expected {info.nbytes}; "
+                    f"{info.shard}: tensor {info.name!r} ends after {offset + done} bytes, expected {info.nbytes}; "
                     "the file was changed while it was in use, fetch it again"
                 )
             done += count
         if drop_pages and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(descriptor, info.begin, info.nbytes, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(descriptor, info.begin + offset, len(view), os.POSIX_FADV_DONTNEED)
 
     def read_raw(self, name: str, drop_pages: bool = False) -> np.ndarray:
         """A tensor's bytes as they are stored: [nbytes] uint8. Raises as `read_into` does."""
@@ -184,20 +188,44 @@ class Checkpoint:
         """
         if name in self._stored:
             return dequantize(self._read_packed(name, drop_pages))
+        shape = self.info(name).shape
+        raw = self.read_rows(name, 0, shape[0] if shape else 1, drop_pages)
+        return self.decode_rows(name, raw).reshape(shape)
+
+    def read_rows(self, name: str, start: int, stop: int, drop_pages: bool = False) -> np.ndarray:
+        """The bytes of rows start..stop-1 of a weight that is not packed, and no others: [rows, bytes of a row] uint8.
+
+        Raises:
+            CheckpointError: as `read_into`, or the weight's type or scales are not understood.
+        """
+        assert name not in self._stored, name
         info = self.info(name)
         problem = self.weight_problem(name, info.shape)
         if problem:
             raise CheckpointError(f"{self.path}: {problem}; fetch the model again or convert it again")
-        raw = self.read_raw(name, drop_pages)
+        num_rows = info.shape[0] if info.shape else 1
+        assert 0 <= start <= stop <= num_rows, (name, start, stop, info.shape)
+        row_bytes = info.nbytes // num_rows if num_rows else 0
+        raw = np.empty((stop - start, row_bytes), np.uint8)
+        self._read_range(info, start * row_bytes, memoryview(raw.reshape(-1)), drop_pages)
+        return raw
+
+    def decode_rows(self, name: str, raw: np.ndarray, first_row: int = 0) -> np.ndarray:
+        """The numbers that rows from `read_rows` stand for: f32 [rows, ...], all finite. Reads only the scales of FP8.
+
+        Raises:
+            CheckpointError: a value or scale is not finite; the message has its index in the whole weight.
+        """
+        info = self.info(name)
         if info.dtype == "F8_E4M3":
-            scales = self.read_f32(name + FP8_SCALE_SUFFIX, drop_pages)
-            values = dequantize_fp8(raw.reshape(info.shape), scales, self.config.weight_block_size)
+            scales = self.read_f32(name + FP8_SCALE_SUFFIX)
+            values = dequantize_fp8(raw, scales, self.config.weight_block_size, first_row, info.shape[0])
         elif info.dtype == "BF16":
             values = bf16_to_f32(raw.view(np.uint16))
         else:
             values = raw.view(np.float16 if info.dtype == "F16" else np.float32).astype(np.float32, copy=False)
-        values = values.reshape(info.shape)
-        self._check_finite(name, values)
+        values = values.reshape(len(raw), *info.shape[1:])
+        self._check_finite(name, values, first_row)
         return values
 
     def read_matrix(
@@ -226,12 +254,14 @@ class Checkpoint:
         self._check_finite(name + SCALES_SUFFIX, scales)
         return QuantizedMatrix(stored.format, stored.shape, data, scales)
 
-    def _check_finite(self, name: str, values: np.ndarray) -> None:
+    def _check_finite(self, name: str, values: np.ndarray, first_row: int = 0) -> None:
         is_finite = np.isfinite(values)
         if not is_finite.all():
             index = np.argwhere(~is_finite)[0].tolist()
+            value = values[tuple(index)]
+            index[:1] = [index[0] + first_row]
             raise CheckpointError(
-                f"{self.info(name).shard}: tensor {name!r} is {values[tuple(index)]} at {index}, "
+                f"{self.info(name).shard}: tensor {name!r} is {value} at {index}, "
                 "expected a finite number; fetch the file again"
             )
 

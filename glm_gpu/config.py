@@ -165,7 +165,10 @@ def _glm(fields: ConfigFields) -> dict:
     num_layers = fields.integer("num_hidden_layers", 1, 1 << 9)
     nope = fields.integer("qk_nope_head_dim", 1, 1 << 12)
     rope = fields.integer("qk_rope_head_dim", 2, 1 << 12, multiple_of=2)
-    fields.require("qk_head_dim", nope + rope, default=nope + rope)
+    width = fields.integer("qk_head_dim", 1, 1 << 13, default=nope + rope)
+    fields.check(
+        width == nope + rope, "qk_head_dim", width, f"{nope} + {rope} as qk_nope_head_dim and qk_rope_head_dim"
+    )
     index_head_dim = fields.integer("index_head_dim", 1, 1 << 12)
     fields.check(rope <= index_head_dim, "qk_rope_head_dim", rope, f"at most index_head_dim {index_head_dim}")
     indexer_types = _indexer_types(fields, num_layers)
@@ -201,14 +204,15 @@ def _olmoe(fields: ConfigFields) -> dict:
     hidden = fields.integer("hidden_size", 1, 1 << 16)
     num_heads = fields.integer("num_attention_heads", 1, 1 << 10)
     fields.check(hidden % (2 * num_heads) == 0, "hidden_size", hidden, f"a multiple of 2 x {num_heads} heads")
-    fields.require("head_dim", hidden // num_heads, default=hidden // num_heads)
+    head_dim = fields.integer("head_dim", 1, 1 << 16, default=hidden // num_heads)
+    fields.check(head_dim * num_heads == hidden, "head_dim", head_dim, f"hidden_size {hidden} / {num_heads} heads")
     kv_heads = fields.integer("num_key_value_heads", 1, 1 << 10, default=num_heads)
     fields.check(num_heads % kv_heads == 0, "num_key_value_heads", kv_heads, f"a divisor of {num_heads} heads")
     experts = _experts(fields, "num_experts", num_layers)
     fields.check(experts["n_group"] == 1, "n_group", experts["n_group"], "1 for olmoe")
     return {
         "num_key_value_heads": kv_heads,
-        "head_dim": hidden // num_heads,
+        "head_dim": head_dim,
         "rope_theta": fields.rope_theta(default=10000.0),
         "clip_qkv": None if fields.is_absent("clip_qkv") else fields.number("clip_qkv", 0.0, 1e6),
         "moe_intermediate_size": fields.integer("intermediate_size", 1, 1 << 20),

@@ -115,24 +115,14 @@ class Engine:
 
     def __init__(self, checkpoint: Checkpoint, options: EngineOptions) -> None:
         began = time.perf_counter()
-        config = checkpoint.config
-        recipe = options.recipe
+        opening = check_opening(checkpoint, options)
+        config, recipe = checkpoint.config, options.recipe
         self.checkpoint, self.config = checkpoint, config
-        self.context = _context(options.context, config.max_position_embeddings)
-        has_mtp = validate_tensors(config, checkpoint)
-        if options.mtp and not has_mtp:
-            raise CheckpointError(
-                f"{checkpoint.path}: no multi-token (MTP) layer in this checkpoint; run it without speculation by MTP, "
-                "or convert it again from a source that has the layer"
-            )
-        _check_stored(checkpoint, recipe, options)
+        self.context, self.memory = opening.context, opening.memory
         self.tokenizer, self.chat_template, generation = _text_side(checkpoint.path)
         self.eos_ids = eos_ids(config, generation, self.tokenizer)
         self.sampling_defaults = SamplingParams.from_generation_config(generation)
         self._is_kv_bf16 = options.is_kv_bf16
-        cache_bytes = cache_layout(config, self._is_kv_bf16).bytes_per_token * self.context
-        self.memory = memory_use(checkpoint, recipe, cache_bytes, options.mtp)
-        _check_budget(self.memory, options.ram)
 
         if options.threads is not None:
             cpu.set_threads(options.threads)
@@ -203,6 +193,32 @@ class Engine:
                 scores[position] = logprobs(row)[ids[position + 1]]
                 position += 1
         return scores
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What opening a model comes to: positions a session holds, whether the multi-token layer is there, memory."""
+
+    context: int
+    has_mtp: bool
+    memory: MemoryUse
+
+
+def check_opening(checkpoint: Checkpoint, options: EngineOptions) -> Opening:
+    """Check that a model can be opened with these options; reads no weights. Raises as `Engine.open` does."""
+    config, recipe = checkpoint.config, options.recipe
+    context = _context(options.context, config.max_position_embeddings)
+    has_mtp = validate_tensors(config, checkpoint)
+    if options.mtp and not has_mtp:
+        raise CheckpointError(
+            f"{checkpoint.path}: no multi-token (MTP) layer in this checkpoint; run it without speculation by MTP, "
+            "or convert it again from a source that has the layer"
+        )
+    _check_stored(checkpoint, recipe, options)
+    cache_bytes = cache_layout(config, options.is_kv_bf16).bytes_per_token * context
+    memory = memory_use(checkpoint, recipe, cache_bytes, options.mtp)
+    _check_budget(memory, options.ram)
+    return Opening(context, has_mtp, memory)
 
 
 def memory_use(checkpoint: Checkpoint, recipe: Recipe, cache_bytes: int, with_mtp: bool) -> MemoryUse:

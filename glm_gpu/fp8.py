@@ -25,22 +25,26 @@ def has_known_scale_shape(weight_shape: tuple, scale_shape: tuple, block: tuple[
     return scale_shape in (grid, (num_rows,), (num_rows, 1), (), (1,), (1, 1))
 
 
-def dequantize_fp8(codes: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> np.ndarray:
-    """The weights of an FP8 matrix: each the f32 product of its decoded code and its block's scale.
+def dequantize_fp8(
+    codes: np.ndarray, scales: np.ndarray, block: tuple[int, int], first_row: int = 0, num_rows: int | None = None
+) -> np.ndarray:
+    """Rows of an FP8 matrix [O, I] as numbers: each the f32 product of its decoded code and its block's scale.
 
     Args:
-        codes: [O, I] uint8.
-        scales: f32: [ceil(O / block rows), ceil(I / block columns)] with smaller last blocks, or [O] or [O, 1] for one
-            a row, or a single value.
+        codes: [rows, I] uint8, all rows or consecutive ones.
+        scales: of the whole matrix, f32: [ceil(O / block rows), ceil(I / block columns)] with smaller last blocks, or
+            [O] or [O, 1] for one a row, or a single value.
         block: rows and columns that share a scale.
+        first_row: where in the matrix `codes` begins.
+        num_rows: O; as many as there are codes when not given.
 
     Returns:
-        [O, I] f32. NaN codes come out as NaN.
+        [rows, I] f32. NaN codes come out as NaN.
 
     Source: GLM-5.2-FP8, `weight_scale_inv` (a multiplier, despite its name) and `weight_block_size`.
     """
-    assert has_known_scale_shape(codes.shape, scales.shape, block), (codes.shape, scales.shape, block)
-    num_rows, num_columns = codes.shape
+    num_rows, num_columns = num_rows or len(codes), codes.shape[1]
+    assert has_known_scale_shape((num_rows, num_columns), scales.shape, block), (codes.shape, scales.shape, block)
     grid = (-(-num_rows // block[0]), -(-num_columns // block[1]))
     if scales.size > 1 and scales.shape == grid:
         row_of_scale, columns_of_scale = np.arange(num_rows) // block[0], block[1]
@@ -48,9 +52,10 @@ def dequantize_fp8(codes: np.ndarray, scales: np.ndarray, block: tuple[int, int]
         scales = scales.reshape(-1, 1)
         row_of_scale = np.arange(num_rows) if len(scales) == num_rows else np.zeros(num_rows, int)
         columns_of_scale = num_columns
+    row_of_scale = row_of_scale[first_row : first_row + len(codes)]
     result = np.empty(codes.shape, np.float32)
     step = max(1, _BLOCK_WEIGHTS // max(1, num_columns))
-    for start in range(0, num_rows, step):
+    for start in range(0, len(codes), step):
         rows = slice(start, start + step)
         result[rows] = E4M3[codes[rows]]
         result[rows] *= np.repeat(scales[row_of_scale[rows]], columns_of_scale, axis=1)[:, :num_columns]

@@ -4,7 +4,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,13 @@ class WrittenShard:
     sha256: str
 
 
-def write_safetensors(path: Path, tensors: Iterable, align: int = 4096, metadata: dict | None = None) -> WrittenShard:
+def write_safetensors(
+    path: Path,
+    tensors: Iterable,
+    align: int = 4096,
+    metadata: dict | None = None,
+    before_rename: Callable[[WrittenShard], None] | None = None,
+) -> WrittenShard:
     """Write a safetensors file whose data begins on a multiple of `align`, in the order given, without gaps.
 
     The file is written as `path` + ".partial", flushed to the disk and renamed: under its own name it is complete or
@@ -32,10 +38,12 @@ def write_safetensors(path: Path, tensors: Iterable, align: int = 4096, metadata
     Args:
         path: where the file ends up; an older file there is replaced.
         tensors: (name, dtype, shape, data) each; dtype as in the format ("U8", "F32", "BF16", ...); data a contiguous
-            buffer, or a function of no arguments that returns one when its turn comes, so that only one tensor needs
-            to be in memory.
+            buffer, or a function of no arguments that returns one, or an iterator of several, when its turn comes, so
+            that only a part of one tensor needs to be in memory.
         align: bytes; the header is padded with spaces up to it.
         metadata: strings by name for the header's `__metadata__`.
+        before_rename: called when all bytes are on the disk, before the file gets its name; whoever keeps a record of
+            finished files makes it here, so that no file has its name without one.
 
     Raises:
         ValueError: a name is given twice, or data has another size than its dtype and shape say.
@@ -46,47 +54,63 @@ def write_safetensors(path: Path, tensors: Iterable, align: int = 4096, metadata
     try:
         with partial.open("wb") as file:
             hasher = hashlib.sha256()
-            header = _header(tensors, align, metadata)
+            header = safetensors_header([tensor[:3] for tensor in tensors], align, metadata)
             file.write(header)
             hasher.update(header)
             for name, dtype, shape, data in tensors:
-                _write_one(file, hasher, name, _nbytes(dtype, shape), data)
+                _write_one(file, hasher, name, tensor_nbytes(dtype, shape), data)
             file.flush()
             os.fsync(file.fileno())
-            nbytes = file.tell()
+            written = WrittenShard(file.tell(), hasher.hexdigest())
+        if before_rename:
+            before_rename(written)
         partial.rename(path)
         _sync_folder(path.parent)
     except BaseException:
         with suppress(OSError):
             partial.unlink()
         raise
-    return WrittenShard(nbytes, hasher.hexdigest())
+    return written
 
 
 def _write_one(file, hasher, name: str, nbytes: int, data) -> None:
-    view = memoryview(data() if isinstance(data, Callable) else data).cast("B")
-    if len(view) != nbytes:
-        raise ValueError(f"tensor {name!r}: {len(view)} bytes of data, expected {nbytes} from its dtype and shape")
-    for begin in range(0, nbytes, _WRITE_BYTES):
-        chunk = view[begin : begin + _WRITE_BYTES]
-        file.write(chunk)
-        hasher.update(chunk)
+    data = data() if isinstance(data, Callable) else data
+    done = 0
+    for part in data if isinstance(data, Iterator) else (data,):
+        view = memoryview(part).cast("B")
+        for begin in range(0, len(view), _WRITE_BYTES):
+            chunk = view[begin : begin + _WRITE_BYTES]
+            file.write(chunk)
+            hasher.update(chunk)
+        done += len(view)
+    if done != nbytes:
+        raise ValueError(f"tensor {name!r}: {done} bytes of data, expected {nbytes} from its dtype and shape")
 
 
-def _header(tensors: list, align: int, metadata: dict | None) -> bytes:
+def safetensors_header(tensors: Iterable, align: int = 4096, metadata: dict | None = None) -> bytes:
+    """The bytes before the data of a file that `write_safetensors` writes: length, JSON, spaces up to the border.
+
+    Args:
+        tensors: (name, dtype, shape) each, in order.
+        align, metadata: as there.
+
+    Raises:
+        ValueError: a name is given twice.
+    """
     entries = {"__metadata__": metadata} if metadata else {}
     end = 0
-    for name, dtype, shape, _ in tensors:
+    for name, dtype, shape in tensors:
         if name in entries:
             raise ValueError(f"tensor {name!r} is given twice")
-        begin, end = end, end + _nbytes(dtype, shape)
+        begin, end = end, end + tensor_nbytes(dtype, shape)
         entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
     text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-(8 + len(text)) % align)
     return len(text).to_bytes(8, "little") + text
 
 
-def _nbytes(dtype: str, shape) -> int:
+def tensor_nbytes(dtype: str, shape: Sequence[int]) -> int:
+    """Bytes that a tensor of that type and shape takes in a file."""
     return math.prod(shape) * DTYPE_BITS[dtype] // 8
 
 

@@ -55,15 +55,9 @@ def moe(
         probe("router_weights", layer, expert_weights)
     distinct, choice = np.unique(ids, return_inverse=True)
     store.count(layer, ids, phase)
+    choice = choice.reshape(ids.shape).astype(np.int32)
     with store.lease(layer, distinct) as slabs:
-        y = expert_ffn(
-            h,
-            slabs,
-            store.layout(layer),
-            choice.reshape(ids.shape).astype(np.int32),
-            expert_weights,
-            numerics.activations,
-        )
+        y = expert_ffn(h, slabs, store.layout(layer), choice, expert_weights, numerics.activations)
     if weights.shared is not None:
         y += mlp(h, weights.shared.gate, weights.shared.up, weights.shared.down, numerics.activations)
     return y

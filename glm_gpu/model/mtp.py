@@ -40,7 +40,7 @@ class MtpHead:
         Args:
             batch: the next tokens, over this head's caches.
             hidden: [T, D] f32, the trunk's `Output.hidden`, or the previous draft's.
-            selections: one a span, to attend over instead of the indexer's own choice (`index_share_for_mtp_iteration`).
+            selections: one a span, to attend over instead of the indexer's choice (`index_share_for_mtp_iteration`).
 
         Returns:
             Output, whose hidden is after `shared_head.norm`; and the selections used.
@@ -49,9 +49,8 @@ class MtpHead:
         """
         model, weights = self._model, self._weights
         config, numerics = model.config, model.numerics
-        embedded = rms_norm(
-            embed(batch.token_ids, model.weights.embedding), weights.embedding_norm, config.rms_norm_eps
-        )
+        embedded = embed(batch.token_ids, model.weights.embedding)
+        embedded = rms_norm(embedded, weights.embedding_norm, config.rms_norm_eps)
         recurrent = rms_norm(hidden, weights.hidden_norm, config.rms_norm_eps)
         x = matmul(np.concatenate([embedded, recurrent], axis=1), weights.projection, numerics.activations)
         rope = rope_tables(batch.positions, config.rope_theta, config.qk_rope_head_dim)

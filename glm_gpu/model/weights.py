@@ -59,7 +59,7 @@ class MlpWeights:
 
 @dataclass(frozen=True)
 class MoeWeights:
-    """A sparse layer's router, [E, D] f32 and [E] f32, and its shared expert. OLMoE has neither bias nor shared expert."""
+    """A sparse layer's router, [E, D] and [E] f32, and its shared expert. OLMoE has neither bias nor shared expert."""
 
     gate: np.ndarray
     bias: np.ndarray | None

@@ -1,0 +1,101 @@
+"""The chat at a terminal: reads lines, streams answers, keeps the conversation."""
+
+from collections.abc import Callable, Iterator
+
+from glm_gpu import report
+from glm_gpu.chat import REPLY_TAGS, Delta, Reply, ReplyParser, ends_in_reasoning
+from glm_gpu.engine import Engine
+from glm_gpu.errors import RequestError
+from glm_gpu.sampling import SamplingParams
+
+HELP = """\
+/reset   forget the conversation
+/stats   tokens, speed and memory so far
+/help    this list
+/exit    leave (so does Ctrl-D)
+Ctrl-C stops an answer; what came of it stays in the conversation."""
+
+
+class Repl:
+    """One conversation at a terminal.
+
+    Args:
+        engine: has a tokenizer.
+        read_line: asks for a line with a prompt, raises EOFError at the end; like `input`.
+        max_tokens: most tokens of one answer, or None for what the context holds.
+        ignore_eos: go on behind the end of a turn until max_tokens.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        params: SamplingParams,
+        read_line: Callable[[str], str],
+        max_tokens: int | None = None,
+        ignore_eos: bool = False,
+    ) -> None:
+        self._engine = engine
+        self._session = engine.session()
+        self._params = params
+        self._read_line = read_line
+        self._max_tokens = max_tokens
+        self._ignore_eos = ignore_eos
+        self._messages: list[dict] = []
+
+    def run(self) -> None:
+        """Talk until the user leaves.
+
+        Raises:
+            KeyboardInterrupt: Ctrl-C while no answer was running.
+        """
+        while True:
+            try:
+                line = self._read_line("> ").strip()
+            except EOFError:
+                report.note("")
+                return
+            if line == "/exit":
+                return
+            if line == "/reset":
+                self._messages.clear()
+                self._session.reset()
+                report.note("the conversation is forgotten")
+            elif line == "/stats":
+                report.note(report.chat_stats(self._session, self._engine, len(self._messages)))
+            elif line == "/help":
+                report.note(HELP)
+            elif line.startswith("/"):
+                report.note(f"no command {line.split()[0]}; /help lists them")
+            elif line:
+                self._answer(line)
+
+    def _answer(self, question: str) -> None:
+        """One turn. A stopped answer stays in the conversation as far as it came; a refused question does not."""
+        messages = [*self._messages, {"role": "user", "content": question}]
+        deltas: list[Delta] = []
+        try:
+            for delta in self._deltas(messages):
+                deltas.append(delta)
+                report.stream(delta.text, "dim" if delta.kind == "reasoning" else None)
+            closing = report.closing_line(self._session.last)
+        except KeyboardInterrupt:
+            closing = "stopped"
+        except RequestError as error:
+            report.note(f"{error} (or /reset)")
+            return
+        report.stream("\n")
+        report.note(closing)
+        reply = Reply.of(deltas)
+        answer = {"role": "assistant", "content": reply.content, "reasoning_content": reply.reasoning}
+        self._messages = [*messages, answer]
+
+    def _deltas(self, messages: list[dict]) -> Iterator[Delta]:
+        """The model's answer to a conversation, in pieces as they come."""
+        tokenizer = self._engine.tokenizer
+        prompt = self._engine.chat_template.render(messages)
+        parser, text = ReplyParser(in_reasoning=ends_in_reasoning(prompt)), tokenizer.stream(keep=REPLY_TAGS)
+        ids = tokenizer.encode(prompt)
+        for token_id in self._session.generate(ids, self._params, self._max_tokens, self._ignore_eos):
+            yield from parser.push(text.push(token_id))
+        yield from parser.push(text.finish())
+        yield from parser.finish()

@@ -1,0 +1,196 @@
+"""What the commands print: results on stdout, everything else on stderr, colour only on a terminal."""
+
+import dataclasses
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from glm_gpu.machine import peak_rss_bytes
+from glm_gpu.units import format_bytes
+
+_STYLES = {"dim": "2", "ok": "32", "warn": "33", "fail": "31"}
+
+
+def stream(text: str, style: str | None = None) -> None:
+    """A piece of the answer, shown at once."""
+    if text:
+        sys.stdout.write(_styled(text, style, sys.stdout))
+        sys.stdout.flush()
+
+
+def result(text: str) -> None:
+    """A line, or lines, of result."""
+    sys.stdout.write(text + "\n")
+
+
+def document(value: Any) -> None:
+    """The one JSON document of a command."""
+    result(json.dumps(value, ensure_ascii=False))
+
+
+def note(text: str) -> None:
+    """A line beside the result: progress, speed, a hint."""
+    sys.stderr.write(_styled(text, "dim", sys.stderr) + "\n")
+    sys.stderr.flush()
+
+
+def error(message: object) -> None:
+    """A failure, in one line however many the message has."""
+    sys.stderr.write("glm-gpu: " + " ".join(str(message).split("\n")) + "\n")
+
+
+@contextmanager
+def progress(text: str) -> Iterator[None]:
+    """Shows what is being waited for, on a terminal only, and wipes it off again."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    sys.stderr.write(_styled(text + " ...", "dim", sys.stderr))
+    sys.stderr.flush()
+    try:
+        yield
+    finally:
+        sys.stderr.write("\r\x1b[K")
+        sys.stderr.flush()
+
+
+def closing_line(stats: Any) -> str:
+    """How an answer went, in one line, from its GenerationStats."""
+    parts = [f"{stats.prompt_tokens} prompt"]
+    if stats.reused_tokens:
+        parts[0] += f" ({stats.reused_tokens} cached)"
+    parts[0] += f" + {stats.completion_tokens} new tokens"
+    if stats.prefill_tok_s:
+        parts.append(f"prefill {stats.prefill_tok_s:.1f} tok/s")
+    if stats.decode_tok_s:
+        parts.append(f"decode {stats.decode_tok_s:.1f} tok/s")
+    parts.append(f"peak {format_bytes(peak_rss_bytes())}")
+    if stats.finish_reason == "length":
+        parts.append("stopped at the token limit")
+    return " · ".join(parts)
+
+
+def run_document(stats: Any, ids: list[int], text: str | None, engine: Any) -> dict:
+    """What `run --json` prints."""
+    return {
+        "ids": ids,
+        "text": text,
+        "finish_reason": stats.finish_reason,
+        "prompt_tokens": stats.prompt_tokens,
+        "completion_tokens": stats.completion_tokens,
+        "prefill_tok_s": round(stats.prefill_tok_s, 3),
+        "decode_tok_s": round(stats.decode_tok_s, 3),
+        "peak_rss_bytes": peak_rss_bytes(),
+        "tiers": [dataclasses.asdict(tier) for tier in engine.store.report()],
+    }
+
+
+def chat_stats(session: Any, engine: Any, num_messages: int) -> str:
+    """What /stats shows: the last answer, the context, the tiers."""
+    lines = [closing_line(session.last)] if session.last else []
+    lines.append(f"{num_messages} messages, {len(session.cached_ids)} of {engine.context} tokens of context in use")
+    lines += [
+        f"tier {tier.name}: {tier.num_experts} experts, {format_bytes(tier.used_bytes)}, "
+        + ", ".join(f"{hits} {phase} hits" for phase, hits in tier.hits.items())
+        for tier in engine.store.report()
+    ]
+    return "\n".join(lines)
+
+
+def score_document(score: Any) -> dict:
+    """What `score --json` prints."""
+    return {
+        "tokens": score.tokens,
+        "scored_tokens": score.scored_tokens,
+        "windows": score.windows,
+        "log_likelihood": score.log_likelihood,
+        "perplexity": score.perplexity,
+        "tok_s": round(score.tok_s, 3),
+        "peak_rss_bytes": peak_rss_bytes(),
+    }
+
+
+def score_text(score: Any) -> str:
+    """What `score` prints."""
+    windows = f" in {score.windows} windows" if score.windows > 1 else ""
+    return _table(
+        [
+            ("tokens", f"{score.tokens}{windows}, {score.tok_s:.1f} tok/s"),
+            ("log-likelihood", f"{score.log_likelihood:.4f} nats over {score.scored_tokens} tokens"),
+            ("perplexity", f"{score.perplexity:.4f} a token"),
+        ]
+    )
+
+
+def status_document(status: Any) -> dict:
+    """What `status --json` prints."""
+    model, memory = status.model, status.memory
+    return {
+        "path": str(status.path),
+        "ready": status.problem is None,
+        "problem": status.problem,
+        "model": model and {**dataclasses.asdict(model), "config": dataclasses.asdict(model.config)},
+        "context": status.context,
+        "memory": memory and {**dataclasses.asdict(memory), "total_bytes": memory.total_bytes},
+        "machine": dataclasses.asdict(status.machine),
+    }
+
+
+def status_text(status: Any) -> str:
+    """What `status` prints."""
+    rows = [("model", str(status.path))]
+    if model := status.model:
+        config = model.config
+        rows += [
+            (
+                "architecture",
+                f"{config.model_type}, {config.num_layers} layers, {config.n_routed_experts} experts a layer, "
+                f"{config.num_experts_per_tok} for each token",
+            ),
+            ("files", f"{model.num_shards} shards, {format_bytes(model.disk_bytes)}, fingerprint {model.fingerprint}"),
+            ("stored as", ", ".join(f"{kind} {found}" for kind, found in model.formats.items())),
+        ]
+    if memory := status.memory:
+        rows.append(
+            (
+                "needs",
+                f"{format_bytes(memory.total_bytes)}: weights {format_bytes(memory.dense_bytes)}, experts "
+                f"{format_bytes(memory.expert_bytes)}, cache of {status.context} tokens "
+                f"{format_bytes(memory.cache_bytes)}",
+            )
+        )
+    here = status.machine
+    rows += [
+        ("ram", f"{format_bytes(here.ram_available_bytes)} available of {format_bytes(here.ram_bytes)}"),
+        ("disk", "-" if here.disk_free_bytes is None else f"{format_bytes(here.disk_free_bytes)} free"),
+        ("cpu", f"{here.cpu}, {here.num_cores} cores, kernels: {here.instruction_set}"),
+        ("gpu", here.gpu_absence or "there, but this version computes on the CPU"),
+        ("engine", f"not ready: {status.problem}" if status.problem else "ready"),
+    ]
+    return _table(rows)
+
+
+def checks_text(checks: list) -> str:
+    """What `doctor` prints: a line for each check, with the next step below those that need one."""
+    width = max(len(check.name) for check in checks)
+    lines = []
+    for check in checks:
+        state = _styled(f"{check.state:<4}", check.state, sys.stdout)
+        lines.append(f"{state}  {check.name:<{width}}  {check.found}")
+        if check.advice:
+            lines.append(" " * (width + 8) + check.advice)
+    return "\n".join(lines)
+
+
+def _table(rows: list[tuple[str, str]]) -> str:
+    width = max(len(name) for name, _ in rows)
+    return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+
+def _styled(text: str, style: str | None, file: Any) -> str:
+    if style is None or not file.isatty() or os.environ.get("NO_COLOR"):
+        return text
+    return f"\x1b[{_STYLES[style]}m{text}\x1b[0m"
