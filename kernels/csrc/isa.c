@@ -3,6 +3,7 @@
 #include "dispatch.h"
 #include "indexer.h"
 #include "norm.h"
+#include "rope.h"
 #include "router.h"
 #include "vec_dot.h"
 #include "vec_exp.h"
@@ -19,5 +20,6 @@ const struct kernels TABLE_OF(ISA_NAME) = {
     .select_top = select_top,
     .route = route,
     .norm = norm,
+    .rope = rope,
     .silu_mul = silu_mul,
 };
