@@ -2,6 +2,7 @@
 #include "attention.h"
 #include "dispatch.h"
 #include "indexer.h"
+#include "limits.h"
 #include "norm.h"
 #include "rope.h"
 #include "router.h"
@@ -21,5 +22,7 @@ const struct kernels TABLE_OF(ISA_NAME) = {
     .route = route,
     .norm = norm,
     .rope = rope,
+    .read_all = read_all,
+    .multiply_add = multiply_add,
     .silu_mul = silu_mul,
 };
