@@ -20,8 +20,19 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "matrix.h"
+
 struct kernels {
     const char *name;
+
+    /* Each returns 0, or -1 without memory. Shapes as in the NumPy bodies of the same name. */
+    int (*matmul)(const struct matrix *w, const float *x, int tokens, enum mode mode, float *y);
+    int (*expert_ffn)(const struct expert *experts, int num_experts, const float *x, int tokens, const int32_t *chosen,
+                      const float *weights, int num_choices, enum mode mode, float *y);
+    int (*absorb_query)(const float *q, int tokens, int heads, int nope, const struct matrix *kv_b, int rows_per_head,
+                        float *y);
+    int (*expand_value)(const float *o, int tokens, int heads, const struct matrix *kv_b, int rows_per_head, int nope,
+                        enum mode mode, float *y);
 };
 
 extern const struct kernels kernels_base, kernels_avx2, kernels_avx512vnni, kernels_neondot;

@@ -1,7 +1,9 @@
 /* All kernels for one instruction set; see dispatch.h. */
 #include "dispatch.h"
-#include "vec_dot.h"
-#include "vec_exp.h"
+
+#include "absorb.h"
+#include "ffn.h"
+#include "matmul.h"
 
 #define TABLE_OF(name) TABLE_OF_(name)
 #define TABLE_OF_(name) kernels_##name
@@ -10,4 +12,8 @@
 
 const struct kernels TABLE_OF(ISA_NAME) = {
     .name = STRING_OF(ISA_NAME),
+    .matmul = matmul,
+    .expert_ffn = expert_ffn,
+    .absorb_query = absorb_query,
+    .expand_value = expand_value,
 };

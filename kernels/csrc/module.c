@@ -98,7 +98,9 @@ static PyMethodDef module_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-static PyMethodDef *const families[] = {module_methods};
+extern PyMethodDef matmul_methods[];
+
+static PyMethodDef *const families[] = {module_methods, matmul_methods};
 
 static int module_exec(PyObject *module) {
     find_usable();
