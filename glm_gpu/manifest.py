@@ -1,7 +1,7 @@
 """Manifest: what glm_gpu.json says about a container, so that no reader has to guess.
 
     {"version": 1, "tool": "glm-gpu 0.1.0",
-     "source": "zai-org/GLM-5.2-FP8", "revision": "0123abcd",
+     "source": "zai-org/GLM-5.2-FP8", "revision": "0123abcd", "rounding": "rtn",
      "classes": {"expert": {"format": "int4_g64", "bits": 4, "group": 64, "scale_dtype": "F32"}, ...},
      "shapes": {"model.layers.*.mlp.experts.*.gate_proj.weight": [2048, 6144], ...},
      "shards": {"model-00001-of-00090.safetensors": {"bytes": 4296015872, "sha256": "..."}, ...}}
@@ -57,6 +57,7 @@ class Manifest:
         classes: stored format by class of weights; classes stored as plain numbers are left out.
         shapes: (O, I) by pattern of name.
         shards: by file name.
+        rounding: how the packed integers were chosen: "rtn" (to nearest) or "search"; absent in a file means "rtn".
     """
 
     tool: str
@@ -65,6 +66,7 @@ class Manifest:
     classes: dict[str, StoredFormat]
     shapes: dict[str, tuple[int, int]]
     shards: dict[str, ShardRecord]
+    rounding: str = "rtn"
 
     @classmethod
     def open(cls, model_dir: Path) -> "Manifest | None":
@@ -98,6 +100,7 @@ class Manifest:
                 classes={name: _stored_format(entry) for name, entry in values["classes"].items()},
                 shapes={pattern: _shape(shape) for pattern, shape in values["shapes"].items()},
                 shards={name: _shard_record(entry) for name, entry in values["shards"].items()},
+                rounding=_text(values.get("rounding", "rtn")),
             )
         except KeyError as error:
             raise CheckpointError(f"{where}: {error.args[0]} is missing; convert the model again") from None
@@ -111,6 +114,7 @@ class Manifest:
             "tool": self.tool,
             "source": self.source,
             "revision": self.revision,
+            "rounding": self.rounding,
             "classes": {
                 name: {
                     "format": stored.format.name,

@@ -164,7 +164,7 @@ def quantize(weight: np.ndarray, format: Format, scale_dtype=np.float32) -> Quan
         np.rint(block, out=block)
         np.clip(block, -format.qmax - 1, format.qmax, out=block)
         integers = block.reshape(stop - start, -1)[:, :num_columns].astype(np.int8)
-        data[start:stop] = _pack(integers, format)
+        data[start:stop] = pack(integers, format)
     return QuantizedMatrix(format, (num_rows, num_columns), data, scales)
 
 
@@ -256,7 +256,7 @@ def _scales(block: np.ndarray, format: Format, scale_dtype: np.dtype, first_row:
     return rounded
 
 
-def _pack(integers: np.ndarray, format: Format) -> np.ndarray:
+def pack(integers: np.ndarray, format: Format) -> np.ndarray:
     """int8 [rows, I] as bytes: uint8 [rows, row_bytes]."""
     if format.bits == 8:
         return integers.view(np.uint8)

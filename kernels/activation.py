@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from glm_gpu.kernels import cpu
+
 # Below LOWEST the result would be subnormal and is 0; above HIGHEST 2^n would overflow.
 LOWEST = np.float32(-87.33654)
 HIGHEST = np.float32(88.37626)
@@ -67,4 +69,10 @@ def silu_mul(gate, up):
     Returns:
         f32, a new array.
     """
+    if cpu.active:
+        out = np.empty(gate.shape, dtype=np.float32)
+        cpu.active.silu_mul(
+            np.ascontiguousarray(gate).reshape(-1), np.ascontiguousarray(up).reshape(-1), out.reshape(-1)
+        )
+        return out
     return gate / (np.float32(1) + exp(-gate)) * up

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from glm_gpu.kernels import cpu
 from glm_gpu.kernels.activation import exp
 from glm_gpu.kernels.lanes import dot_rows, lane_sum, widen
 
@@ -14,7 +15,7 @@ def attend_latent(q, cache, value_width, rows, counts, scale):
 
     Args:
         q: [T, H, W] f32, absorbed query and rotated rope query.
-        cache: [S, W] f32, or uint16 holding bfloat16: latent, then rope key.
+        cache: [S, W] f32, or uint16 holding bfloat16, C-contiguous: latent, then rope key.
         value_width: R, columns of a row that are values.
         rows: [T, Kmax] int32, chosen positions ascending, or None for positions 0 .. counts[t]-1.
         counts: [T] int32, how many of the rows (or positions) token t sees; at least 1.
@@ -23,6 +24,10 @@ def attend_latent(q, cache, value_width, rows, counts, scale):
     Returns:
         [T, H, R] f32.
     """
+    if cpu.active:
+        out = np.empty((*q.shape[:2], value_width), dtype=np.float32)
+        cpu.active.attend_latent(np.ascontiguousarray(q), cache, _int32(rows), _int32(counts), scale, out)
+        return out
     return _attend(q, cache, cache[:, :value_width], rows, counts, scale)
 
 
@@ -31,21 +36,28 @@ def attend_explicit(q, keys, values, rows, counts, scale):
 
     Args:
         q: [T, H, dq] f32.
-        keys: [S, KV, dq] f32, or uint16 holding bfloat16; KV divides H.
+        keys: [S, KV, dq] f32, or uint16 holding bfloat16, C-contiguous; KV divides H.
         values: [S, KV, dv] like keys.
         rows, counts, scale: as in attend_latent.
 
     Returns:
         [T, H, dv] f32.
     """
-    num_kv_heads = keys.shape[1]
     out = np.empty((*q.shape[:2], values.shape[2]), dtype=np.float32)
+    if cpu.active:
+        cpu.active.attend_explicit(np.ascontiguousarray(q), keys, values, _int32(rows), _int32(counts), scale, out)
+        return out
+    num_kv_heads = keys.shape[1]
     share = q.shape[1] // num_kv_heads
     assert share * num_kv_heads == q.shape[1], (q.shape, keys.shape)
     for head in range(num_kv_heads):
         mine = slice(head * share, (head + 1) * share)
         out[:, mine] = _attend(q[:, mine], keys[:, head], values[:, head], rows, counts, scale)
     return out
+
+
+def _int32(a):
+    return None if a is None else np.ascontiguousarray(a, dtype=np.int32)
 
 
 def _attend(q, keys, values, rows, counts, scale):

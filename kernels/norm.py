@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from glm_gpu.kernels import cpu
 from glm_gpu.kernels.lanes import lane_sum
 
 
@@ -16,6 +17,8 @@ def rms_norm(x, weight, eps):
     Returns:
         [..., D] f32, a new array.
     """
+    if cpu.active:
+        return _on_cpu(x, weight, None, eps)
     wide = x.astype(np.float64)
     mean = lane_sum(wide * wide) / x.shape[-1]
     r = 1.0 / np.sqrt(mean + eps)
@@ -33,7 +36,16 @@ def layer_norm(x, weight, bias, eps):
     Returns:
         [..., D] f32, a new array.
     """
+    if cpu.active:
+        return _on_cpu(x, weight, bias, eps)
     wide = x.astype(np.float64)
     centred = wide - (lane_sum(wide) / x.shape[-1])[..., None]
     r = 1.0 / np.sqrt(lane_sum(centred * centred) / x.shape[-1] + eps)
     return (centred * r[..., None]).astype(np.float32) * weight + bias
+
+
+def _on_cpu(x, weight, bias, eps):
+    out = np.empty(x.shape, dtype=np.float32)
+    width = x.shape[-1]
+    cpu.active.norm(np.ascontiguousarray(x).reshape(-1, width), weight, bias, eps, out.reshape(-1, width))
+    return out

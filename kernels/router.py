@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from glm_gpu.kernels import cpu
 from glm_gpu.kernels.activation import exp, sigmoid
 from glm_gpu.kernels.lanes import dot_rows, lane_sum
 
@@ -25,6 +26,8 @@ def route(x, gate, bias, experts_per_tok, n_group, topk_group, norm_topk_prob, s
 
     Source: DeepSeek-V3 report, auxiliary-loss-free routing; `topk_method: noaux_tc`.
     """
+    if cpu.active:
+        return _on_cpu(x, gate, bias, experts_per_tok, n_group, topk_group, norm_topk_prob, scale)
     scores = sigmoid(dot_rows(x, gate))
     choice = scores + bias
     if n_group > 1:
@@ -49,6 +52,8 @@ def route_softmax(x, gate, experts_per_tok, norm_topk_prob):
         ids: [T, K] int32, best first.
         weights: [T, K] f32.
     """
+    if cpu.active:
+        return _on_cpu(x, gate, None, experts_per_tok, 1, 1, norm_topk_prob, 1.0)
     logits = dot_rows(x, gate)
     exponentials = exp(logits - logits.max(axis=1, keepdims=True))
     probabilities = exponentials / lane_sum(exponentials)[:, None]
@@ -57,6 +62,13 @@ def route_softmax(x, gate, experts_per_tok, norm_topk_prob):
     if norm_topk_prob:
         weights = weights / _sum_in_order(weights)[:, None]
     return ids.astype(np.int32), weights
+
+
+def _on_cpu(x, gate, bias, experts_per_tok, n_group, topk_group, norm_topk_prob, scale):
+    ids = np.empty((x.shape[0], experts_per_tok), dtype=np.int32)
+    weights = np.empty(ids.shape, dtype=np.float32)
+    cpu.active.route(np.ascontiguousarray(x), gate, bias, n_group, topk_group, int(norm_topk_prob), scale, ids, weights)
+    return ids, weights
 
 
 def _best(choice, count):

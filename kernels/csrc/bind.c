@@ -86,6 +86,11 @@ bool int_argument(PyObject *object, const char *name, long low, long high, int *
     return true;
 }
 
+bool float_argument(PyObject *object, double *value) {
+    *value = PyFloat_AsDouble(object);
+    return *value != -1.0 || !PyErr_Occurred();
+}
+
 bool num_arguments(const char *function, Py_ssize_t given, Py_ssize_t expected) {
     if (given == expected) return true;
     PyErr_Format(PyExc_TypeError, "%s: found %zd arguments, expected %zd", function, given, expected);

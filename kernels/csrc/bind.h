@@ -30,6 +30,8 @@ void array_release(struct array *a);
 /* An int argument within [low, high]. */
 bool int_argument(PyObject *object, const char *name, long low, long high, int *value);
 
+bool float_argument(PyObject *object, double *value);
+
 bool num_arguments(const char *function, Py_ssize_t given, Py_ssize_t expected);
 
 #define METHOD(function, doc) {#function, (PyCFunction)(void (*)(void))py_##function, METH_FASTCALL, doc}

@@ -86,7 +86,7 @@ static PyObject *py_matmul(PyObject *self, PyObject *const *args, Py_ssize_t nar
 static PyObject *py_mlp(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
     struct array x = {0}, y = {0};
-    struct matrix_arrays arrays[3] = {{{0}, {0}}};
+    struct matrix_arrays arrays[3] = {0};
     struct expert e;
     enum mode mode;
     PyObject *returned = NULL;

@@ -17,10 +17,63 @@
  * arrays it was given, whose addresses may be unaligned.
  */
 #pragma once
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
 #include "matrix.h"
+
+/* All matrices are C-contiguous. Rows, counts and ids are checked by the binding. */
+
+struct attention {
+    const float *q;                        /* [T, H, key_width] */
+    const void *keys, *values;             /* f32, or bfloat16 bit patterns; a head's row of a position begins at */
+    ptrdiff_t key_stride, value_stride;    /*   position * stride + head * head_stride elements */
+    ptrdiff_t key_head_stride, value_head_stride;
+    bool is_bf16;
+    const int32_t *rows;                   /* [T, max_rows] or NULL: position j of a token is j */
+    const int32_t *counts;                 /* [T], at least 1 */
+    int max_rows, num_tokens, num_heads, num_kv_heads, key_width, value_width;
+    float scale;
+    float *out;                            /* [T, H, value_width] */
+};
+
+struct index_scores {
+    const float *q, *head_weights;         /* [T, J, width], [T, J] */
+    const void *keys;                      /* [S, width] f32, or bfloat16 bit patterns */
+    bool is_bf16;
+    const int32_t *counts;                 /* [T] */
+    int num_tokens, num_heads, width, num_positions;
+    float scale;
+    float *out;                            /* [T, S] */
+};
+
+struct select_top {
+    const float *scores;                   /* [T, S] */
+    const int32_t *counts;                 /* [T], 0 to S */
+    int num_tokens, num_positions, max_rows;
+    int32_t *rows, *num;                   /* [T, max_rows], [T] */
+};
+
+#define MAX_EXPERTS 1024
+
+struct route {
+    const float *x, *gate;                 /* [T, D], [E, D] */
+    const float *bias;                     /* [E] for sigmoid scores, NULL for softmax */
+    int num_tokens, hidden, num_experts, experts_per_tok, n_group, topk_group;
+    bool norm_topk_prob;
+    float scale;
+    int32_t *ids;                          /* [T, K] */
+    float *weights;                        /* [T, K] */
+};
+
+struct norm {
+    const float *x, *weight;               /* [T, width], [width] */
+    const float *bias;                     /* [width] for LayerNorm, NULL for RMSNorm */
+    double eps;
+    int num_tokens, width;
+    float *out;                            /* [T, width] */
+};
 
 struct kernels {
     const char *name;
@@ -33,6 +86,13 @@ struct kernels {
                         float *y);
     int (*expand_value)(const float *o, int tokens, int heads, const struct matrix *kv_b, int rows_per_head, int nope,
                         enum mode mode, float *y);
+
+    int (*attend)(const struct attention *a); /* 0, or -1 when there is no memory; so is route */
+    void (*index_scores)(const struct index_scores *a);
+    void (*select_top)(const struct select_top *a);
+    int (*route)(const struct route *a);
+    void (*norm)(const struct norm *a);
+    void (*silu_mul)(const float *gate, const float *up, float *out, ptrdiff_t size);
 };
 
 extern const struct kernels kernels_base, kernels_avx2, kernels_avx512vnni, kernels_neondot;

@@ -2,8 +2,12 @@
 #include "dispatch.h"
 
 #include "absorb.h"
+#include "attention.h"
 #include "ffn.h"
+#include "indexer.h"
 #include "matmul.h"
+#include "norm.h"
+#include "router.h"
 
 #define TABLE_OF(name) TABLE_OF_(name)
 #define TABLE_OF_(name) kernels_##name
@@ -16,4 +20,10 @@ const struct kernels TABLE_OF(ISA_NAME) = {
     .expert_ffn = expert_ffn,
     .absorb_query = absorb_query,
     .expand_value = expand_value,
+    .attend = attend,
+    .index_scores = index_scores,
+    .select_top = select_top,
+    .route = route,
+    .norm = norm,
+    .silu_mul = silu_mul,
 };

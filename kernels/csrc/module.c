@@ -98,9 +98,11 @@ static PyMethodDef module_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-extern PyMethodDef matmul_methods[];
+extern PyMethodDef attention_methods[], indexer_methods[], matmul_methods[], norm_methods[], router_methods[];
 
-static PyMethodDef *const families[] = {module_methods, matmul_methods};
+static PyMethodDef *const families[] = {
+    module_methods, attention_methods, indexer_methods, matmul_methods, norm_methods, router_methods,
+};
 
 static int module_exec(PyObject *module) {
     find_usable();

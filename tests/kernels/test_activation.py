@@ -5,6 +5,8 @@ import pytest
 
 from glm_gpu.kernels.activation import exp, sigmoid, silu_mul
 
+pytestmark = pytest.mark.usefixtures("implementation")
+
 SIZES = [1, 3, 15, 16, 17, 31, 33, 63, 576]
 
 
@@ -44,3 +46,10 @@ def test_sigmoid_is_close_to_its_definition():
     x = np.linspace(-80, 80, 4001).astype(np.float32)
     np.testing.assert_allclose(sigmoid(x), [1 / (1 + math.exp(-v)) for v in x.tolist()], rtol=3e-7)
     assert sigmoid(np.array([-200, 200], dtype=np.float32)).tolist() == [pytest.approx(0, abs=1e-38), 1.0]
+
+
+@pytest.mark.parametrize("size", [*SIZES, 4096, 12_289])
+def test_silu_mul_has_the_same_bits_everywhere(size, same_bits):
+    rng = np.random.default_rng(size)
+    gate, up = rng.standard_normal((2, size)).astype(np.float32) * np.float32(30)
+    same_bits(lambda: silu_mul(gate, up))

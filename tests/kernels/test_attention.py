@@ -8,6 +8,8 @@ from glm_gpu.kernels.attention import attend_explicit, attend_latent
 from glm_gpu.kernels.lanes import dot_rows, lane_sum
 from glm_gpu.quant import bf16_to_f32, f32_to_bf16
 
+pytestmark = pytest.mark.usefixtures("implementation")
+
 
 def softmax_reference(q, keys, values, chosen, scale):
     """One head of one token in float64."""
@@ -133,3 +135,39 @@ def test_large_scores_do_not_overflow():
     cache[1] = 100
     out = attend_latent(q, cache, 16, None, np.int32([3]), 1.0)
     np.testing.assert_array_equal(out[0, 0], cache[1])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 17])
+@pytest.mark.parametrize("num_heads", [1, 3, 8, 19])
+@pytest.mark.parametrize("width, value_width", [(31, 17), (56, 40), (68, 68), (128, 64), (576, 512)])
+@pytest.mark.parametrize("is_bf16", [False, True])
+def test_latent_attention_has_the_same_bits_everywhere(num_tokens, num_heads, width, value_width, is_bf16, same_bits):
+    q, cache, counts = latent_case(num_tokens, num_heads, width, 133)
+    cache = f32_to_bf16(cache) if is_bf16 else cache
+    rows, row_counts = row_lists(counts, 133, 70)
+    same_bits(lambda: attend_latent(q, cache, value_width, None, counts, width**-0.5))
+    same_bits(lambda: attend_latent(q, cache, value_width, rows, row_counts, width**-0.5))
+
+
+@pytest.mark.parametrize("num_tokens", [1, 17])
+@pytest.mark.parametrize("num_kv_heads, num_heads", [(1, 19), (2, 6), (5, 5)])
+@pytest.mark.parametrize("key_width, value_width", [(31, 17), (128, 128)])
+@pytest.mark.parametrize("is_bf16", [False, True])
+def test_explicit_attention_has_the_same_bits_everywhere(
+    num_tokens, num_kv_heads, num_heads, key_width, value_width, is_bf16, same_bits
+):
+    rng = np.random.default_rng(num_heads)
+    q, _, counts = latent_case(num_tokens, num_heads, key_width, 70)
+    keys = rng.standard_normal((70, num_kv_heads, key_width)).astype(np.float32)
+    values = rng.standard_normal((70, num_kv_heads, value_width)).astype(np.float32)
+    if is_bf16:
+        keys, values = f32_to_bf16(keys), f32_to_bf16(values)
+    rows, row_counts = row_lists(counts, 70, 33)
+    same_bits(lambda: attend_explicit(q, keys, values, None, counts, 0.2))
+    same_bits(lambda: attend_explicit(q, keys, values, rows, row_counts, 0.2))
+
+
+def test_scores_of_many_tokens_in_blocks_have_the_same_bits(same_bits):
+    # 40 tokens x 64 heads x 1000 positions are 10 MiB of scores: three blocks.
+    q, cache, counts = latent_case(40, 64, 33, 1000)
+    same_bits(lambda: attend_latent(q, cache, 17, None, counts, 0.2))

@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 from glm_gpu.kernels.indexer import index_scores, select_top
 from glm_gpu.quant import bf16_to_f32, f32_to_bf16
 
+pytestmark = pytest.mark.usefixtures("implementation")
+
 
 def case(num_tokens, num_heads, width, num_positions, seed=0):
     rng = np.random.default_rng(seed)
@@ -96,3 +98,15 @@ def test_no_position_beyond_the_count_is_ever_chosen():
     scores = np.float32([[0, -np.inf, -5, 100, 100]])
     rows, num = select_top(scores, np.int32([3]), 4)
     assert rows.tolist() == [[0, 1, 2, -1]] and num.tolist() == [3]
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 17])
+@pytest.mark.parametrize("num_heads, width", [(1, 31), (3, 56), (8, 33), (32, 128), (2, 576), (2, 1100)])
+@pytest.mark.parametrize("is_bf16", [False, True])
+def test_scores_and_choice_have_the_same_bits_everywhere(num_tokens, num_heads, width, is_bf16, same_bits):
+    q, head_weights, keys, counts = case(num_tokens, num_heads, width, 133)
+    keys = f32_to_bf16(keys) if is_bf16 else keys
+    same_bits(lambda: index_scores(q, head_weights, keys, counts, width**-0.5))
+    scores = np.round(index_scores(q, head_weights, keys, counts, width**-0.5), 1)
+    for top_k in (1, 20, 200):
+        same_bits(lambda top_k=top_k: select_top(scores, counts, top_k))

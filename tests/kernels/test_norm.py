@@ -5,6 +5,8 @@ import pytest
 
 from glm_gpu.kernels.norm import layer_norm, rms_norm
 
+pytestmark = pytest.mark.usefixtures("implementation")
+
 WIDTHS = [1, 15, 17, 31, 33, 56, 68, 128, 576, 6144]
 ROWS = [1, 3, 17, 63]
 
@@ -65,3 +67,11 @@ def test_zeros_stay_zero_and_large_values_do_not_overflow():
     assert rms_norm(np.zeros((1, 4), dtype=np.float32), weight, 1e-5).tolist() == [[0, 0, 0, 0]]
     # The square of 3e30 exceeds f32.
     assert rms_norm(np.full((1, 4), 3e30, dtype=np.float32), weight, 1e-5).tolist() == [[1, 1, 1, 1]]
+
+
+@pytest.mark.parametrize("num_rows", ROWS)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_norms_have_the_same_bits_everywhere(num_rows, width, same_bits):
+    x, weight, bias = case(num_rows, width)
+    same_bits(lambda: rms_norm(x, weight, 1e-5))
+    same_bits(lambda: layer_norm(x, weight, bias, 1e-6))

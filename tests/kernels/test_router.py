@@ -5,6 +5,8 @@ import pytest
 
 from glm_gpu.kernels.router import route, route_softmax
 
+pytestmark = pytest.mark.usefixtures("implementation")
+
 
 def sigmoid_reference(x, gate, bias, experts_per_tok, n_group, topk_group, norm_topk_prob, scale):
     """Section 6 of glm_moe_dsa.md in float64, an expert at a time."""
@@ -121,3 +123,13 @@ def test_a_row_has_the_same_bits_alone(num_tokens, width):
         ):
             np.testing.assert_array_equal(both[0][one], alone[0])
             np.testing.assert_array_equal(both[1][one], alone[1])
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 17, 63])
+@pytest.mark.parametrize("num_experts, width", [(8, 31), (24, 33), (40, 576), (256, 1000)])
+def test_choice_and_weights_have_the_same_bits_everywhere(num_tokens, num_experts, width, same_bits):
+    x, gate, bias = case(num_tokens, num_experts, width)
+    for norm_topk_prob in (False, True):
+        same_bits(lambda norm=norm_topk_prob: route(x, gate, bias, 4, 4, 2, norm, 2.5))
+        same_bits(lambda norm=norm_topk_prob: route(x, gate, bias, 8, 1, 1, norm, 2.5))
+        same_bits(lambda norm=norm_topk_prob: route_softmax(x, gate, 8, norm))

@@ -1,0 +1,110 @@
+#include "bind.h"
+#include "dispatch.h"
+
+/* Every position a token sees must exist; rows may be absent, then tokens see positions 0 .. counts[t]-1. */
+static bool check_rows(struct attention *a, const struct array *rows, const struct array *counts, Py_ssize_t size) {
+    Py_ssize_t limit = rows->data ? rows->shape[1] : size;
+    if (!array_size(counts, "counts", 0, a->num_tokens)) return false;
+    if (rows->data && !array_size(rows, "rows", 0, a->num_tokens)) return false;
+    a->counts = counts->data;
+    a->rows = rows->data;
+    a->max_rows = rows->data ? (int)rows->shape[1] : 0;
+    for (int t = 0; t < a->num_tokens; t++) {
+        if (a->counts[t] < 1 || a->counts[t] > limit) {
+            PyErr_Format(PyExc_ValueError, "counts: token %d sees %d rows, expected 1 to %zd", t, a->counts[t], limit);
+            return false;
+        }
+        for (int j = 0; a->rows && j < a->counts[t]; j++) {
+            int32_t row = a->rows[(ptrdiff_t)t * a->max_rows + j];
+            if (row < 0 || row >= size) {
+                PyErr_Format(PyExc_ValueError, "rows: token %d sees row %d, expected 0 to %zd", t, row, size - 1);
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+static bool run(const struct attention *a) {
+    int error = 0;
+    if (a->num_tokens == 0) return true;
+    Py_BEGIN_ALLOW_THREADS
+    error = active->attend(a);
+    Py_END_ALLOW_THREADS
+    if (error) PyErr_NoMemory();
+    return error == 0;
+}
+
+static bool read_rows(struct array *rows, PyObject *object) {
+    return object == Py_None || array_read(rows, object, "rows", "i", 2);
+}
+
+static PyObject *py_attend_latent(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    struct array q = {0}, cache = {0}, rows = {0}, counts = {0}, out = {0};
+    double scale;
+    bool ok = num_arguments("attend_latent", nargs, 6) && array_read(&q, args[0], "q", "f", 3) &&
+              array_read(&cache, args[1], "cache", "fH", 2) && array_size(&cache, "cache", 1, q.shape[2]) &&
+              read_rows(&rows, args[2]) && array_read(&counts, args[3], "counts", "i", 1) &&
+              float_argument(args[4], &scale) && array_write(&out, args[5], "out", "f", 3) &&
+              array_size(&out, "out", 0, q.shape[0]) && array_size(&out, "out", 1, q.shape[1]);
+    if (ok && (out.shape[2] < 1 || out.shape[2] > q.shape[2] || q.shape[1] < 1)) {
+        PyErr_Format(PyExc_ValueError, "out: found %zd heads of %zd values, expected at least 1 of 1 to %zd", q.shape[1],
+                     out.shape[2], q.shape[2]);
+        ok = false;
+    }
+    if (ok) {
+        int width = (int)q.shape[2];
+        struct attention a = {
+            .q = q.data, .keys = cache.data, .values = cache.data, .key_stride = width, .value_stride = width,
+            .is_bf16 = cache.type == 'H', .num_tokens = (int)q.shape[0], .num_heads = (int)q.shape[1],
+            .num_kv_heads = 1, .key_width = width, .value_width = (int)out.shape[2], .scale = (float)scale,
+            .out = out.data,
+        };
+        ok = check_rows(&a, &rows, &counts, cache.shape[0]) && run(&a);
+    }
+    array_release(&q), array_release(&cache), array_release(&rows), array_release(&counts), array_release(&out);
+    if (!ok) return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_attend_explicit(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    struct array q = {0}, keys = {0}, values = {0}, rows = {0}, counts = {0}, out = {0};
+    double scale;
+    bool ok = num_arguments("attend_explicit", nargs, 7) && array_read(&q, args[0], "q", "f", 3) &&
+              array_read(&keys, args[1], "keys", "fH", 3) && array_size(&keys, "keys", 2, q.shape[2]) &&
+              array_read(&values, args[2], "values", keys.type == 'H' ? "H" : "f", 3) &&
+              array_size(&values, "values", 0, keys.shape[0]) && array_size(&values, "values", 1, keys.shape[1]) &&
+              read_rows(&rows, args[3]) && array_read(&counts, args[4], "counts", "i", 1) &&
+              float_argument(args[5], &scale) && array_write(&out, args[6], "out", "f", 3) &&
+              array_size(&out, "out", 0, q.shape[0]) && array_size(&out, "out", 1, q.shape[1]) &&
+              array_size(&out, "out", 2, values.shape[2]);
+    if (ok && (keys.shape[1] < 1 || q.shape[1] < 1 || q.shape[1] % keys.shape[1] || q.shape[2] < 1 ||
+               values.shape[2] < 1)) {
+        PyErr_Format(PyExc_ValueError, "keys: %zd key heads cannot serve %zd query heads", keys.shape[1], q.shape[1]);
+        ok = false;
+    }
+    if (ok) {
+        int key_width = (int)q.shape[2], value_width = (int)values.shape[2], num_kv_heads = (int)keys.shape[1];
+        struct attention a = {
+            .q = q.data, .keys = keys.data, .values = values.data,
+            .key_stride = (ptrdiff_t)num_kv_heads * key_width, .key_head_stride = key_width,
+            .value_stride = (ptrdiff_t)num_kv_heads * value_width, .value_head_stride = value_width,
+            .is_bf16 = keys.type == 'H', .num_tokens = (int)q.shape[0], .num_heads = (int)q.shape[1],
+            .num_kv_heads = num_kv_heads, .key_width = key_width, .value_width = value_width,
+            .scale = (float)scale, .out = out.data,
+        };
+        ok = check_rows(&a, &rows, &counts, keys.shape[0]) && run(&a);
+    }
+    array_release(&q), array_release(&keys), array_release(&values), array_release(&rows), array_release(&counts);
+    array_release(&out);
+    if (!ok) return NULL;
+    Py_RETURN_NONE;
+}
+
+PyMethodDef attention_methods[] = {
+    METHOD(attend_latent, "attend_latent(q, cache, rows, counts, scale, out)"),
+    METHOD(attend_explicit, "attend_explicit(q, keys, values, rows, counts, scale, out)"),
+    {NULL, NULL, 0, NULL},
+};
