@@ -22,7 +22,11 @@ from glm_gpu.recipe import Recipe, tensor_class
 from glm_gpu.sampling import SamplingParams, logprobs
 from glm_gpu.session import PREFILL_CHUNK, Session
 from glm_gpu.tensors import expected_tensors, validate_tensors
-from glm_gpu.tiers.store import ResidentStore
+from glm_gpu.tiers.files import ExpertFiles
+from glm_gpu.tiers.heat import Heat
+from glm_gpu.tiers.prefetch import PrefetchMode
+from glm_gpu.tiers.residency import slots_for_all
+from glm_gpu.tiers.store import TieredStore
 from glm_gpu.tokenizer import Tokenizer
 from glm_gpu.units import format_bytes
 
@@ -60,6 +64,7 @@ class EngineOptions:
     ram: int | None = None
     fast_math: bool = False
     mtp: bool = False
+    prefetch: PrefetchMode = "auto"
 
     @property
     def recipe(self) -> Recipe:
@@ -128,7 +133,9 @@ class Engine:
             cpu.set_threads(options.threads)
         layers = list(config.sparse_layers) + ([config.mtp_layer] if options.mtp else [])
         weights = load_weights(checkpoint, config, recipe, options.mtp)
-        self.store = ResidentStore(checkpoint, recipe, layers)
+        files = ExpertFiles(checkpoint, recipe, layers)
+        heat = Heat(config.num_hidden_layers + 1, config.n_routed_experts)
+        self.store = TieredStore(files, slots_for_all(files), heat, prefetch=options.prefetch)
         numerics = Numerics(options.activations, explicit_prefill=options.fast_math)
         self.model = Transformer(config, weights, self.store, numerics)
         self.open_s = time.perf_counter() - began
@@ -156,7 +163,8 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Close the checkpoint's files. Sessions must not be used afterwards."""
+        """Stop reading and close all files. Sessions must not be used afterwards."""
+        self.store.close()
         self.checkpoint.close()
 
     def session(self) -> Session:

@@ -12,7 +12,10 @@ from glm_gpu.model.transformer import Output, Transformer
 from glm_gpu.model.weights import load_weights
 from glm_gpu.recipe import Recipe
 from glm_gpu.tensors import validate_tensors
-from glm_gpu.tiers.store import ResidentStore
+from glm_gpu.tiers.files import ExpertFiles
+from glm_gpu.tiers.heat import Heat
+from glm_gpu.tiers.residency import slots_for_all
+from glm_gpu.tiers.store import TieredStore
 
 # Two float32 programs that add in different orders: the measured gap is 1e-5, and either eps of the latent norms
 # stays within 6e-5. Every mistake listed in the oracle's README moves some logit by more than 3.
@@ -22,12 +25,14 @@ LOGIT_TOLERANCE = 5e-4
 def open_model(path: Path, recipe: Recipe | None = None, numerics: Numerics | None = None) -> Transformer:
     """A model with its multi-token layer, in float32 unless a recipe is given."""
     recipe = recipe or Recipe.float32()
-    with Checkpoint.open(path) as checkpoint:
-        config = checkpoint.config
-        has_mtp = validate_tensors(config, checkpoint)
-        layers = [*config.sparse_layers, *([config.mtp_layer] if has_mtp else [])]
-        weights = load_weights(checkpoint, config, recipe, has_mtp)
-        return Transformer(config, weights, ResidentStore(checkpoint, recipe, layers), numerics)
+    checkpoint = Checkpoint.open(path)
+    config = checkpoint.config
+    has_mtp = validate_tensors(config, checkpoint)
+    layers = [*config.sparse_layers, *([config.mtp_layer] if has_mtp else [])]
+    weights = load_weights(checkpoint, config, recipe, has_mtp)
+    files = ExpertFiles(checkpoint, recipe, layers)
+    store = TieredStore(files, slots_for_all(files), Heat(config.num_hidden_layers + 1, config.n_routed_experts))
+    return Transformer(config, weights, store, numerics)
 
 
 @dataclass

@@ -1,29 +1,42 @@
-"""The only door to experts: `with store.lease(layer, ids) as slabs`."""
+"""The only door to experts: `with store.lease(layer, ids, phase) as lease`."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from glm_gpu.batch import Phase
-from glm_gpu.checkpoint import Checkpoint
-from glm_gpu.recipe import Recipe
 from glm_gpu.slab import SlabLayout
-from glm_gpu.tiers.expert import expert_layout, read_expert
+from glm_gpu.tiers.counters import TierReport
+from glm_gpu.tiers.files import ExpertFiles
 from glm_gpu.tiers.heat import Heat
+from glm_gpu.tiers.lease import PoolLease
+from glm_gpu.tiers.prefetch import PrefetchMode, PrefetchSwitch
+from glm_gpu.tiers.promotion import Promotions, by_worth, hottest
+from glm_gpu.tiers.reader import Urgency
+from glm_gpu.tiers.residency import Residency
+
+# A pass of more rows than this uses most experts of every layer: guessing which is pointless.
+MAX_PREFETCH_ROWS = 8
+# Passes between looks at which experts are hot, and at how much memory is in use.
+REVIEW_PASSES = 64
+GUARD_PASSES = 16
 
 
-@dataclass(frozen=True)
-class TierReport:
-    """One tier's occupancy and traffic."""
+class Lease(Protocol):
+    """Experts of one layer, held for one pass."""
 
-    name: str
-    num_experts: int
-    used_bytes: int
-    capacity_bytes: int
-    hits: dict[Phase, int]
+    def parts(self) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
+        """The experts in the order they can be computed: first those in memory, then the others as they arrive.
+
+        Yields:
+            members: [n] int64, which of the leased ids these are.
+            slabs: their n slabs; they neither move nor change until the next part is asked for.
+
+        Raises:
+            CheckpointError: an expert cannot be read. The store stays whole; the same lease may be tried again.
+        """
 
 
 class ExpertStore(Protocol):
@@ -32,51 +45,179 @@ class ExpertStore(Protocol):
     def layout(self, layer: int) -> SlabLayout:
         """How the layer's slabs are laid out."""
 
-    def count(self, layer: int, ids: np.ndarray, phase: Phase) -> None:
-        """Record a pass's choices, [T, K], before they are leased."""
+    def begin_pass(self, phase: Phase) -> None:
+        """Between two passes: experts may be moved now."""
 
     @contextmanager
-    def lease(self, layer: int, ids: np.ndarray) -> Iterator[list[np.ndarray]]:
-        """The slabs of distinct experts, [U], in the order asked; none moves while the lease is held."""
+    def lease(self, layer: int, ids: np.ndarray, phase: Phase) -> Iterator[Lease]:
+        """Hold distinct experts, [U] int. What is not in memory begins to be read; never waits."""
+
+    def count(self, layer: int, choices: np.ndarray, phase: Phase) -> None:
+        """Record which experts, [T, K], a pass's rows chose."""
+
+    def wants_prefetch(self, layer: int, num_rows: int) -> bool:
+        """Whether a guess of the experts that `layer` will use is welcome, given the rows of the pass."""
+
+    def prefetch(self, layer: int, ids: np.ndarray) -> None:
+        """Begin to read distinct experts that a layer will probably use; never waits."""
 
 
-class ResidentStore:
-    """Every expert in memory, in one arena.
+class TieredStore:
+    """Experts in a bounded number of slots, by heat; the rest on disk until they are asked for. A context manager.
+
+    One pass at a time leases; reads run on threads of the store's own. Whatever the number of slots, down to one of a
+    slab size, a pass gets the same bytes. When opened, the hottest experts are read in the background.
 
     Args:
-        layers: the sparse layers to load, the multi-token layer among them if it will run.
-
-    Raises:
-        CheckpointError: an expert cannot be read.
+        files: reads experts; closed with the store.
+        num_slots: slots by slab size in bytes (`SlabLayout.aligned_nbytes`), at least one for each size in use.
+        heat: what placement goes by; counted here.
+        num_pinned: how many slots of each size hold hot experts that stay, fewer than there are slots.
+        can_lock: whether those are locked in memory too.
+        num_read_threads: reads in flight at once.
+        prefetch: whether to read what the next layer will probably use.
+        promote_bytes_s: bound on background reads.
+        excess_bytes: tells how far this process is above its memory budget.
     """
 
-    def __init__(self, checkpoint: Checkpoint, recipe: Recipe, layers: list[int]) -> None:
-        num_experts = checkpoint.config.n_routed_experts
-        self.heat = Heat(max(layers) + 1, num_experts)
-        self._layouts = {layer: expert_layout(checkpoint, recipe, layer) for layer in layers}
-        offsets = np.cumsum([0] + [self._layouts[layer].aligned_nbytes * num_experts for layer in layers])
-        self._arena = np.empty(int(offsets[-1]), np.uint8)
-        self._slabs: dict[int, list[np.ndarray]] = {}
-        for layer, offset in zip(layers, offsets, strict=False):
-            layout = self._layouts[layer]
-            rows = self._arena[offset : offset + layout.aligned_nbytes * num_experts].reshape(num_experts, -1)
-            self._slabs[layer] = [rows[expert, : layout.nbytes] for expert in range(num_experts)]
-            for expert, slab in enumerate(self._slabs[layer]):
-                read_expert(checkpoint, layout, layer, expert, slab)
+    def __init__(
+        self,
+        files: ExpertFiles,
+        num_slots: dict[int, int],
+        heat: Heat,
+        num_pinned: dict[int, int] | None = None,
+        can_lock: bool = False,
+        num_read_threads: int = 4,
+        prefetch: PrefetchMode = "auto",
+        promote_bytes_s: float = float("inf"),
+        excess_bytes: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self.files, self.heat = files, heat
+        self.switch = PrefetchSwitch(prefetch)
+        self._promotions = Promotions(promote_bytes_s)
+        self._residency = Residency(files, heat, num_slots, num_read_threads, can_lock, self._promotion_ended)
+        self.counters = self._residency.counters
+        self._num_pinned = num_pinned or {}
+        self._excess_bytes = excess_bytes
+        self._guesses: dict[int, np.ndarray] = {}
+        self._wait_s_before = 0.0
+        with self._residency.changed:
+            self._review()
+
+    def __enter__(self) -> "TieredStore":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop reading and close the files. No lease may be open."""
+        self._residency.close()
+        self.files.close()
 
     def layout(self, layer: int) -> SlabLayout:
-        return self._layouts[layer]
+        return self.files.layout(layer)
 
-    def count(self, layer: int, ids: np.ndarray, phase: Phase) -> None:
-        self.heat.count(layer, ids, phase)
+    def count(self, layer: int, choices: np.ndarray, phase: Phase) -> None:
+        self.heat.count(layer, choices, phase)
+        guess = self._guesses.pop(layer, None)
+        if guess is not None:
+            used = np.unique(choices)
+            self.counters.guessed += len(guess)
+            self.counters.needed += len(used)
+            self.counters.guessed_right += len(np.intersect1d(guess, used, assume_unique=True))
+
+    def begin_pass(self, phase: Phase) -> None:
+        residency = self._residency
+        with residency.changed:
+            residency.pass_number += 1
+            waited = self.counters.wait_s - self._wait_s_before
+            self._wait_s_before = self.counters.wait_s
+            if phase == "decode":
+                self.switch.step(waited)
+            if residency.pass_number % REVIEW_PASSES == 0:
+                self._review()
+            self._promote()
+        if residency.pass_number % GUARD_PASSES == 0:
+            excess = self._excess_bytes()
+            if excess > 0:
+                self.shrink(excess)
 
     @contextmanager
-    def lease(self, layer: int, ids: np.ndarray) -> Iterator[list[np.ndarray]]:
-        slabs = self._slabs[layer]
-        yield [slabs[expert] for expert in ids]
+    def lease(self, layer: int, ids: np.ndarray, phase: Phase) -> Iterator[Lease]:
+        lease = PoolLease(self._residency, layer, ids, phase)
+        try:
+            yield lease
+        finally:
+            lease.release()
+
+    def wants_prefetch(self, layer: int, num_rows: int) -> bool:
+        return (
+            self.switch.is_on
+            and num_rows <= MAX_PREFETCH_ROWS
+            and layer in self.files.layers
+            and not self._residency.pool(layer).holds_every_expert
+        )
+
+    def prefetch(self, layer: int, ids: np.ndarray) -> None:
+        residency = self._residency
+        with residency.changed:
+            self._guesses[layer] = ids
+            for expert in ids[residency.pool(layer).find(layer, ids) < 0].tolist():
+                if not residency.has_room_in_flight or not residency.request(layer, expert, Urgency.PREFETCH):
+                    return
+
+    def shrink(self, num_bytes: int) -> int:
+        """Give memory back to the system, the coldest experts' first: how many bytes were given."""
+        with self._residency.changed:
+            return self._residency.shrink(num_bytes)
+
+    def tier_map(self) -> dict[int, np.ndarray]:
+        """For each layer, [E] uint8: 2 where an expert is pinned, 1 where it is in memory, 0 on disk."""
+        with self._residency.changed:
+            return {layer: self._residency.pool(layer).places(layer) for layer in self.files.layers}
 
     def report(self) -> list[TierReport]:
-        """The tiers as they stand; here one, which every choice hits."""
-        hits = {phase: int(uses.sum()) for phase, uses in self.heat.uses.items()}
-        num_experts = sum(len(slabs) for slabs in self._slabs.values())
-        return [TierReport("ram", num_experts, self._arena.nbytes, self._arena.nbytes, hits)]
+        """The tiers as they stand: locked RAM (hot experts that stay), RAM, and disk (everything else)."""
+        places = self.tier_map()
+        uses = {layer: sum(self.heat.uses[phase][layer] for phase in self.heat.uses) for layer in places}
+        all_uses = max(1, sum(int(layer_uses.sum()) for layer_uses in uses.values()))
+        pools, phases = self._residency.pools, self.counters.phases
+        pinned_slots = sum(int(pool.pinned.sum()) * pool.slot_nbytes for pool in pools)
+        all_slots = sum(pool.num_slots * pool.slot_nbytes for pool in pools)
+        capacities = {"disk": 0, "ram": all_slots - pinned_slots, "locked": pinned_slots}
+        reports = []
+        for code, (name, capacity_bytes) in enumerate(capacities.items()):
+            members = {layer: place == code for layer, place in places.items()}
+            used_bytes = sum(int(m.sum()) * self.layout(layer).nbytes for layer, m in members.items())
+            share = sum(int(uses[layer][m].sum()) for layer, m in members.items()) / all_uses
+            hits = {phase: getattr(counts, name, 0) for phase, counts in phases.items()}
+            num_experts = sum(int(m.sum()) for m in members.values())
+            reports.append(TierReport(name, num_experts, used_bytes, capacity_bytes or used_bytes, share, hits))
+        return reports[::-1]
+
+    def _review(self) -> None:
+        """Pin the experts that are hot now, and queue those that should be here."""
+        residency, pinned = self._residency, set()
+        for pool in residency.pools:
+            num_pinned = min(self._num_pinned.get(pool.slot_nbytes, 0), pool.num_slots - 1)
+            pinned |= hottest(self.heat, pool.layers, num_pinned, residency.pinned)
+        residency.repin(pinned)
+        is_first = residency.pass_number == 0
+        self._promotions.want(by_worth(self.heat, self.files.layers) if is_first else sorted(pinned))
+        self._promote()
+
+    def _promote(self) -> None:
+        """Begin background reads as far as their bounds allow."""
+        residency = self._residency
+        while self._promotions.may_begin():
+            layer, expert = self._promotions.take()
+            pool = residency.pool(layer)
+            may_have_slot = pool.has_free or (layer, expert) in residency.pinned
+            is_here = pool.find(layer, np.array([expert]))[0] >= 0
+            if may_have_slot and not is_here and residency.request(layer, expert, Urgency.PROMOTE):
+                self._promotions.begun(pool.slot_nbytes)
+
+    def _promotion_ended(self) -> None:
+        self._promotions.ended()
+        self._promote()

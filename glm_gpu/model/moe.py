@@ -5,10 +5,12 @@ import numpy as np
 from glm_gpu.batch import Phase
 from glm_gpu.config import ModelConfig
 from glm_gpu.kernels.experts import expert_ffn, mlp
+from glm_gpu.kernels.norm import rms_norm
 from glm_gpu.kernels.router import route, route_softmax
 from glm_gpu.model.numerics import Numerics, Probe
 from glm_gpu.model.weights import MoeWeights
-from glm_gpu.tiers.store import ExpertStore
+from glm_gpu.slab import SlabLayout
+from glm_gpu.tiers.store import ExpertStore, Lease
 
 
 def choose_experts(h: np.ndarray, weights: MoeWeights, config: ModelConfig) -> tuple[np.ndarray, np.ndarray]:
@@ -47,17 +49,61 @@ def moe(
 ) -> np.ndarray:
     """A sparse layer's contribution to the residual stream: [T, D] f32.
 
-    Every expert that any row chose runs once over the rows that chose it.
+    Every expert that any row chose runs once over the rows that chose it. The shared expert, and the chosen experts
+    that are in memory, run while the others are read.
     """
     ids, expert_weights = choose_experts(h, weights, config)
     if probe is not None:
         probe("router_ids", layer, ids)
         probe("router_weights", layer, expert_weights)
-    distinct, choice = np.unique(ids, return_inverse=True)
     store.count(layer, ids, phase)
+    distinct, choice = np.unique(ids, return_inverse=True)
     choice = choice.reshape(ids.shape).astype(np.int32)
-    with store.lease(layer, distinct) as slabs:
-        y = expert_ffn(h, slabs, store.layout(layer), choice, expert_weights, numerics.activations)
-    if weights.shared is not None:
-        y += mlp(h, weights.shared.gate, weights.shared.up, weights.shared.down, numerics.activations)
+    with store.lease(layer, distinct, phase) as lease:
+        shared = weights.shared
+        if shared is not None:
+            shared = mlp(h, shared.gate, shared.up, shared.down, numerics.activations)
+        y = _routed(h, lease, len(distinct), store.layout(layer), choice, expert_weights, numerics.activations)
+    return y if shared is None else y + shared
+
+
+def _routed(
+    h: np.ndarray,
+    lease: Lease,
+    num_experts: int,
+    layout: SlabLayout,
+    choice: np.ndarray,
+    weights: np.ndarray,
+    activations: str,
+) -> np.ndarray:
+    """The chosen experts' weighted sum, [T, D] f32; the same bits in whichever parts the experts come."""
+    results = None
+    for members, slabs in lease.parts():
+        if len(members) == num_experts:
+            return expert_ffn(h, slabs, layout, choice, weights, activations)
+        if results is None:
+            results = np.empty((*choice.shape, h.shape[1]), np.float32)  # [T, K, D]
+        place = np.full(num_experts, -1, np.int32)
+        place[members] = np.arange(len(members))
+        tokens, ranks = np.nonzero(place[choice] >= 0)
+        alone = place[choice[tokens, ranks]][:, None]  # each (token, expert) pair as a row with one choice of weight 1
+        results[tokens, ranks] = expert_ffn(
+            h[tokens], slabs, layout, alone, np.ones_like(alone, np.float32), activations
+        )
+    assert results is not None
+    results *= weights[:, :, None]
+    y = results[:, 0].copy()
+    for rank in range(1, results.shape[1]):
+        y += results[:, rank]
     return y
+
+
+def guess_experts(x: np.ndarray, norm: np.ndarray, weights: MoeWeights, config: ModelConfig) -> np.ndarray:
+    """The distinct experts that a later layer will probably choose, were its router asked now: [U] int32.
+
+    Args:
+        x: [T, D] f32, the residual stream some layers before.
+        norm: the later layer's post-attention norm.
+    """
+    ids, _ = choose_experts(rms_norm(x, norm, config.rms_norm_eps), weights, config)
+    return np.unique(ids)

@@ -82,10 +82,14 @@ class Transformer:
         if probe is not None:
             probe("hidden", -1, x)
         rope = rope_tables(batch.positions, config.rope_theta, config.qk_rope_head_dim or config.head_dim)
-        selections = None
-        for i, layer in enumerate(weights.layers):
+        selections, layers = None, weights.layers
+        self.store.begin_pass(batch.phase)
+        for i, layer in enumerate(layers):
             shared = None if config.is_full_indexer(i) else selections
-            x, selections = decoder_layer(x, layer, config, self.store, batch, i, i, rope, shared, self.numerics, probe)
+            upcoming = (i + 1, layers[i + 1]) if i + 1 < len(layers) else None
+            x, selections = decoder_layer(
+                x, layer, config, self.store, batch, i, i, rope, shared, self.numerics, probe, upcoming
+            )
         hidden = rms_norm(x, weights.norm, config.rms_norm_eps)
         logits = matmul(hidden[batch.logits_at], weights.head, self.numerics.activations)
         batch.commit()

@@ -29,9 +29,10 @@ typedef int32_t i32part __attribute__((vector_size(VEC_BYTES)));
 typedef uint16_t u16part __attribute__((vector_size(VEC_BYTES / 2)));
 typedef struct { f32part part[VEC_PARTS]; } f32x16;
 
+/* Part by part: gcc copies the whole struct through the stack, in pieces too small to be forwarded. */
 INLINE f32x16 load16(const float *p) {
     f32x16 r;
-    memcpy(&r, p, sizeof r);
+    EACH_PART memcpy(&r.part[part], p + part * (VEC_BYTES / 4), VEC_BYTES);
     return r;
 }
 
@@ -46,7 +47,7 @@ INLINE f32x16 load16_head(const float *p, int n) {
     return r;
 }
 
-INLINE void store16(float *p, f32x16 v) { memcpy(p, &v, sizeof v); }
+INLINE void store16(float *p, f32x16 v) { EACH_PART memcpy(p + part * (VEC_BYTES / 4), &v.part[part], VEC_BYTES); }
 
 INLINE void store16_head(float *p, f32x16 v, int n) {
 #if defined(__AVX512F__)

@@ -1,0 +1,72 @@
+"""Background moves: which experts to read because heat says so, and how fast."""
+
+import time
+
+import numpy as np
+
+from glm_gpu.tiers.heat import Heat
+from glm_gpu.tiers.policy import keep_value
+from glm_gpu.tiers.residency import HYSTERESIS, Key
+
+# A background read starts only while fewer are under way, so that a miss never queues behind many.
+MAX_IN_FLIGHT = 2
+# The rate bound lets this much through at once after a pause.
+BURST_S = 0.25
+
+
+class Promotions:
+    """A queue of experts to read when nothing is more urgent.
+
+    Args:
+        bytes_s: bound on background reads, averaged; infinity for none.
+    """
+
+    def __init__(self, bytes_s: float) -> None:
+        self._bytes_s = bytes_s
+        self._allowance = bytes_s * BURST_S
+        self._at = time.monotonic()
+        self._in_flight = 0
+        self._wanted: list[Key] = []
+
+    def want(self, keys: list[Key]) -> None:
+        """Replace the queue: the last key comes first."""
+        self._wanted = keys
+
+    def may_begin(self) -> bool:
+        """Whether there is something to read and the bounds allow it now."""
+        now = time.monotonic()
+        self._allowance = min(self._allowance + (now - self._at) * self._bytes_s, self._bytes_s * BURST_S)
+        self._at = now
+        return bool(self._wanted) and self._in_flight < MAX_IN_FLIGHT and self._allowance > 0
+
+    def take(self) -> Key:
+        """The next expert."""
+        return self._wanted.pop()
+
+    def begun(self, num_bytes: int) -> None:
+        self._in_flight += 1
+        self._allowance -= num_bytes
+
+    def ended(self) -> None:
+        self._in_flight -= 1
+
+
+def hottest(heat: Heat, layers: list[int], num: int, pinned: set[Key]) -> set[Key]:
+    """The experts of these layers to pin: the `num` most valuable, a pinned one counting more than it is worth.
+
+    So an expert takes another's place only when it is clearly hotter.
+    """
+    layer_ids = np.repeat(np.array(layers, np.int32), heat.shape[1])
+    expert_ids = np.tile(np.arange(heat.shape[1], dtype=np.int32), len(layers))
+    values = keep_value(heat, layer_ids, expert_ids)
+    is_pinned = np.array([key in pinned for key in zip(layer_ids.tolist(), expert_ids.tolist(), strict=True)])
+    values[is_pinned] *= HYSTERESIS
+    best = np.argsort(-values, kind="stable")[:num]
+    return {(int(layer_ids[n]), int(expert_ids[n])) for n in best}
+
+
+def by_worth(heat: Heat, layers: list[int]) -> list[Key]:
+    """Every expert of these layers, the most valuable last."""
+    keys = [(layer, expert) for expert in range(heat.shape[1]) for layer in layers]
+    values = keep_value(heat, *np.array(keys, np.int32).T)
+    return [keys[n] for n in np.argsort(values, kind="stable")]

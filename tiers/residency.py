@@ -1,0 +1,203 @@
+"""Which experts are in memory and which are on their way: slots, reads, and what gives way to what."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from glm_gpu.tiers.counters import Counters
+from glm_gpu.tiers.files import ExpertFiles
+from glm_gpu.tiers.heat import Heat
+from glm_gpu.tiers.policy import keep_value
+from glm_gpu.tiers.reader import ReadJob, ReadPool, Urgency
+from glm_gpu.tiers.slots import SlotPool, SlotState
+
+# An expert replaces another ahead of its use only if it is worth this many times more, or the two would take turns.
+HYSTERESIS = 1.25
+
+Key = tuple[int, int]  # (layer, expert)
+
+log = logging.getLogger(__name__)
+
+
+class Residency:
+    """The slots of a store and the reads that fill them.
+
+    Every method but `close` is called with `changed` held; reading threads take it themselves when a read ends, and
+    notify it.
+
+    Args:
+        num_slots: by slab size in bytes.
+        num_read_threads: reads in flight at once.
+        can_lock: whether pinned slots are locked in memory.
+        on_promoted: called, with `changed` held, when a background read has ended.
+
+    Attributes:
+        changed: the lock of everything here, and the condition that a read has ended.
+        pools: the slots, one pool for each slab size.
+        pinned: experts to keep once they are here.
+        jobs: reads under way or queued.
+        failures: what the last read of an expert raised, until it is read again.
+        unused_prefetches: experts read ahead that no pass has used yet.
+    """
+
+    def __init__(
+        self,
+        files: ExpertFiles,
+        heat: Heat,
+        num_slots: dict[int, int],
+        num_read_threads: int,
+        can_lock: bool,
+        on_promoted: Callable[[], None],
+    ) -> None:
+        self.counters = Counters()
+        self.changed = threading.Condition()
+        sizes = layers_by_size(files)
+        self.pools = [
+            SlotPool(num_slots[size], size, files.layout(layers[0]).nbytes, layers, files.num_experts)
+            for size, layers in sizes.items()
+        ]
+        self.pinned: set[Key] = set()
+        self.jobs: dict[Key, ReadJob] = {}
+        self.failures: dict[Key, Exception] = {}
+        self.unused_prefetches: set[Key] = set()
+        self.pass_number = 0
+        self._max_in_flight = 2 * num_read_threads
+        self._files, self._heat = files, heat
+        self._pool_of = {layer: pool for pool in self.pools for layer in pool.layers}
+        self._can_lock = can_lock
+        self._on_promoted = on_promoted
+        self._reader = ReadPool(num_read_threads, self._read, self._finish)
+
+    def close(self) -> None:
+        """Wait for the reads under way and drop the others."""
+        self._reader.close()
+
+    def pool(self, layer: int) -> SlotPool:
+        """The slots that a layer's experts go to."""
+        return self._pool_of[layer]
+
+    @property
+    def has_room_in_flight(self) -> bool:
+        """Whether another read may be queued. More at once would only empty slots before their time."""
+        return len(self.jobs) < self._max_in_flight
+
+    def request(self, layer: int, expert: int, urgency: Urgency) -> bool:
+        """Have an expert read that has no slot; False when no slot may be had for it."""
+        pool = self._pool_of[layer]
+        slot = self._slot_for(pool, None if urgency == Urgency.DEMAND else (layer, expert))
+        if slot is None:
+            return False
+        pool.place(slot, layer, expert)
+        job = self.jobs[layer, expert] = ReadJob(layer, expert, slot, urgency)
+        self.failures.pop((layer, expert), None)
+        if urgency == Urgency.PREFETCH:
+            self.unused_prefetches.add((layer, expert))
+        self._reader.submit(job)
+        return True
+
+    def hasten(self, job: ReadJob) -> None:
+        """A pass now waits for a read that was begun ahead of it."""
+        if job.urgency != Urgency.DEMAND:
+            job.urgency = Urgency.DEMAND
+            self._reader.submit(job)
+
+    def repin(self, pinned: set[Key]) -> None:
+        """Keep these experts from now on, and no others; those that are not here are pinned when they arrive."""
+        for layer, expert in self.pinned - pinned:
+            slot = self._slot_of(layer, expert)
+            if slot >= 0 and self._pool_of[layer].pinned[slot]:
+                self._pool_of[layer].unpin(slot)
+        self.pinned = pinned
+        for layer, expert in pinned:
+            slot = self._slot_of(layer, expert)
+            if slot >= 0:
+                self._pin_if_ready(self._pool_of[layer], slot)
+
+    def shrink(self, num_bytes: int) -> int:
+        """Give memory back to the system, the coldest experts' first: how many bytes were given.
+
+        Slots that are leased, pinned, or being filled stay, and so does one slot of each size.
+        """
+        given = 0
+        for pool in sorted(self.pools, key=lambda pool: -pool.num_slots * pool.slot_nbytes):
+            while given < num_bytes and pool.num_slots > 1:
+                slot = self._slot_for(pool)
+                if slot is None:
+                    break
+                pool.retire(slot)
+                given += pool.slot_nbytes
+        return given
+
+    def _slot_of(self, layer: int, expert: int) -> int:
+        return int(self._pool_of[layer].find(layer, np.array([expert]))[0])
+
+    def _slot_for(self, pool: SlotPool, candidate: Key | None = None) -> int | None:
+        """An empty slot, emptied if need be; None when all are held, or hold what is worth more than the candidate."""
+        slot = pool.take_free()
+        if slot is not None:
+            return slot
+        evictable = pool.evictable()
+        if not len(evictable):
+            return None
+        values = keep_value(self._heat, pool.layer[evictable], pool.expert[evictable])
+        coldest = int(np.argmin(values))
+        if candidate is not None:
+            (value,) = keep_value(self._heat, np.array([candidate[0]]), np.array([candidate[1]]))
+            if value <= values[coldest] * HYSTERESIS:
+                return None
+        slot = int(evictable[coldest])
+        key = (int(pool.layer[slot]), int(pool.expert[slot]))
+        if key in self.unused_prefetches:
+            self.unused_prefetches.discard(key)
+            self.counters.wasted += 1
+        self.counters.evictions += 1
+        pool.clear(slot)
+        return slot
+
+    def _pin_if_ready(self, pool: SlotPool, slot: int) -> None:
+        if pool.state[slot] != SlotState.READY or pool.pinned[slot]:
+            return
+        if not pool.pin(slot, self._can_lock) and self._can_lock:
+            self._can_lock = False
+            log.warning("hot experts cannot be locked in memory; raise the limit with `ulimit -l` or LimitMEMLOCK")
+
+    def _read(self, job: ReadJob) -> None:
+        began = time.perf_counter()
+        self._files.read(job.layer, job.expert, self._pool_of[job.layer].slots[job.slot])
+        with self.changed:
+            self.counters.read_s += time.perf_counter() - began
+
+    def _finish(self, job: ReadJob, failure: Exception | None) -> None:
+        key, pool = (job.layer, job.expert), self._pool_of[job.layer]
+        with self.changed:
+            del self.jobs[key]
+            if failure is None:
+                pool.arrive(job.slot, self.pass_number)
+                if key in self.pinned:
+                    self._pin_if_ready(pool, job.slot)
+            else:
+                pool.clear(job.slot)
+                pool.give_back(job.slot)
+                self.unused_prefetches.discard(key)
+                self.failures[key] = failure
+                self.counters.read_errors += 1
+            if job.is_promotion:
+                self.counters.promotions += failure is None
+                self._on_promoted()
+            self.changed.notify_all()
+
+
+def slots_for_all(files: ExpertFiles) -> dict[int, int]:
+    """A slot for every expert, by slab size."""
+    return {size: len(layers) * files.num_experts for size, layers in layers_by_size(files).items()}
+
+
+def layers_by_size(files: ExpertFiles) -> dict[int, list[int]]:
+    """The sparse layers by the bytes that a slot for their slabs takes."""
+    sizes: dict[int, list[int]] = {}
+    for layer in files.layers:
+        sizes.setdefault(files.layout(layer).aligned_nbytes, []).append(layer)
+    return sizes
