@@ -11,10 +11,10 @@ HEADS, NOPE, VALUE = 3, 5, 7
 SIZES = [(tokens, columns) for tokens in (1, 3, 4, 7) for columns in (1, 33, 64, 130, 512)] + [(17, 320)]
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("compiled", IMPLEMENTATIONS)
 @pytest.mark.parametrize("scale_dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("format_name", list(quant.FORMATS))
-def test_absorbed_queries_have_the_bits_of_the_specification(implementation, format_name, scale_dtype):
+def test_absorbed_queries_have_the_bits_of_the_specification(compiled, format_name, scale_dtype):
     rng = np.random.default_rng(1)
     for tokens, columns in SIZES:
         kv_b = random_matrix(rng, format_name, HEADS * (NOPE + VALUE), columns, scale_dtype)
@@ -22,15 +22,15 @@ def test_absorbed_queries_have_the_bits_of_the_specification(implementation, for
         with cpu.use("numpy"):
             expected = absorb_query(q, kv_b, VALUE)
         out = np.full((tokens, HEADS, columns), np.nan, np.float32)
-        with cpu.use(implementation):
+        with cpu.use(compiled):
             cpu.active.absorb_query(q, *matrix_arguments(kv_b), VALUE, out)
         np.testing.assert_array_equal(out, expected, err_msg=f"{tokens} tokens, {columns} columns")
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("compiled", IMPLEMENTATIONS)
 @pytest.mark.parametrize("activations", ACTIVATIONS)
 @pytest.mark.parametrize("format_name", list(quant.FORMATS))
-def test_expanded_values_have_the_bits_of_the_specification(implementation, format_name, activations):
+def test_expanded_values_have_the_bits_of_the_specification(compiled, format_name, activations):
     rng = np.random.default_rng(2)
     for tokens, columns in SIZES:
         kv_b = random_matrix(rng, format_name, HEADS * (NOPE + VALUE), columns)
@@ -38,15 +38,15 @@ def test_expanded_values_have_the_bits_of_the_specification(implementation, form
         with cpu.use("numpy"):
             expected = expand_value(o, kv_b, NOPE, activations)
         out = np.full((tokens, HEADS, VALUE), np.nan, np.float32)
-        with cpu.use(implementation):
+        with cpu.use(compiled):
             arguments = *matrix_arguments(kv_b), NOPE, ACTIVATIONS.index(activations), out
             cpu.active.expand_value(o, *arguments)
         np.testing.assert_array_equal(out, expected, err_msg=f"{tokens} tokens, {columns} columns")
 
 
-@pytest.mark.parametrize("implementation", cpu.available())
+@pytest.mark.parametrize("name", cpu.available())
 @pytest.mark.parametrize("format_name", ["f32", "int8", "int4_g64"])
-def test_scores_in_latent_space_equal_scores_of_explicit_keys(implementation, format_name):
+def test_scores_in_latent_space_equal_scores_of_explicit_keys(name, format_name):
     rng = np.random.default_rng(3)
     weight = rng.standard_normal((HEADS * (NOPE + VALUE), 128)).astype(np.float32)
     kv_b = quant.quantize(weight, quant.Format.parse(format_name))
@@ -54,7 +54,7 @@ def test_scores_in_latent_space_equal_scores_of_explicit_keys(implementation, fo
     q = rng.standard_normal((4, HEADS, NOPE)).astype(np.float32)
     latent = rng.standard_normal(128).astype(np.float32)
     keys = exact[:, :NOPE] @ latent  # [H, N]
-    with cpu.use(implementation):
+    with cpu.use(name):
         absorbed = absorb_query(q, kv_b, VALUE)
         values = expand_value(np.broadcast_to(latent, (4, HEADS, 128)), kv_b, NOPE, "f32")
     scores = np.einsum("thn,hn->th", q, keys)

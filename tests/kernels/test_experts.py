@@ -26,10 +26,10 @@ def random_routing(rng, tokens, num_slabs, experts_per_tok):
     return choice, rng.random((tokens, experts_per_tok)).astype(np.float32)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("compiled", IMPLEMENTATIONS)
 @pytest.mark.parametrize("activations", ACTIVATIONS)
 @pytest.mark.parametrize("format_name", list(quant.FORMATS))
-def test_experts_have_the_bits_of_the_specification(implementation, format_name, activations):
+def test_experts_have_the_bits_of_the_specification(compiled, format_name, activations):
     rng = np.random.default_rng(1)
     for tokens, hidden, width, scale_dtype in [
         (1, 130, 33, "f4"),
@@ -43,14 +43,14 @@ def test_experts_have_the_bits_of_the_specification(implementation, format_name,
         x = rng.standard_normal((tokens, hidden)).astype(np.float32)
         with cpu.use("numpy"):
             expected = expert_ffn(x, slabs, layout, choice, weights, activations)
-        with cpu.use(implementation):
+        with cpu.use(compiled):
             y = expert_ffn(x, slabs, layout, choice, weights, activations)
         np.testing.assert_array_equal(y, expected, err_msg=f"{tokens} tokens, D {hidden}, F {width}")
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("compiled", IMPLEMENTATIONS)
 @pytest.mark.parametrize("format_name", list(quant.FORMATS))
-def test_mlp_has_the_bits_of_the_specification(implementation, format_name):
+def test_mlp_has_the_bits_of_the_specification(compiled, format_name):
     rng = np.random.default_rng(2)
     gate, up = (random_matrix(rng, format_name, 70, 100) for _ in range(2))
     down = random_matrix(rng, format_name, 100, 70)
@@ -59,26 +59,26 @@ def test_mlp_has_the_bits_of_the_specification(implementation, format_name):
         with np.errstate(over="ignore", invalid="ignore"):
             with cpu.use("numpy"):
                 expected = mlp(x, gate, up, down)
-            with cpu.use(implementation):
+            with cpu.use(compiled):
                 np.testing.assert_array_equal(mlp(x, gate, up, down), expected)
 
 
-@pytest.mark.parametrize("implementation", cpu.available())
-def test_a_token_has_the_same_bits_alone_and_among_others(implementation):
+@pytest.mark.parametrize("name", cpu.available())
+def test_a_token_has_the_same_bits_alone_and_among_others(name):
     rng = np.random.default_rng(3)
     layout = SlabLayout(quant.Format.parse("int4_g64"), 128, 64)
     slabs = [random_slab(rng, layout) for _ in range(8)]
     choice, weights = random_routing(rng, 90, 8, 4)
     x = rng.standard_normal((90, 128)).astype(np.float32)
-    with cpu.use(implementation):
+    with cpu.use(name):
         together = expert_ffn(x, slabs, layout, choice, weights)
         for t in range(0, 90, 11):
             alone = expert_ffn(x[t : t + 1], slabs, layout, choice[t : t + 1], weights[t : t + 1])
             np.testing.assert_array_equal(alone[0], together[t])
 
 
-@pytest.mark.parametrize("implementation", cpu.available())
-def test_experts_add_up_to_weighted_networks(implementation):
+@pytest.mark.parametrize("name", cpu.available())
+def test_experts_add_up_to_weighted_networks(name):
     rng = np.random.default_rng(4)
     layout = SlabLayout(quant.Format.parse("int8"), 64, 96)
     slabs = [random_slab(rng, layout) for _ in range(4)]
@@ -91,7 +91,7 @@ def test_experts_add_up_to_weighted_networks(implementation):
             gate, up, down = (quant.dequantize(m).astype(np.float64) for m in layout.views(slabs[index]))
             g, u = gate @ x[t], up @ x[t]
             expected[t] += weights[t, place] * (down @ (g / (1 + np.exp(-g)) * u))
-    with cpu.use(implementation):
+    with cpu.use(name):
         y = expert_ffn(x, slabs, layout, choice, weights)
     np.testing.assert_allclose(y, expected, rtol=0, atol=2e-4 * np.abs(expected).max())
 

@@ -17,13 +17,11 @@ def threads():
     cpu.set_threads(before)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("compiled", IMPLEMENTATIONS)
 @pytest.mark.parametrize("scale_dtype", [np.float32, np.float16])
 @pytest.mark.parametrize("activations", ACTIVATIONS)
 @pytest.mark.parametrize("format_name", list(quant.FORMATS))
-def test_every_implementation_gives_the_bits_of_the_specification(
-    implementation, format_name, activations, scale_dtype
-):
+def test_every_implementation_gives_the_bits_of_the_specification(compiled, format_name, activations, scale_dtype):
     rng = np.random.default_rng(7)
     for tokens, columns in SHAPES:
         w = random_matrix(rng, format_name, 51, columns, scale_dtype)
@@ -31,21 +29,21 @@ def test_every_implementation_gives_the_bits_of_the_specification(
         with cpu.use("numpy"):
             expected = matmul(x, w, activations)
         out = np.full((tokens, 51), np.nan, np.float32)
-        with cpu.use(implementation):
+        with cpu.use(compiled):
             cpu.active.matmul(x, *matrix_arguments(w), ACTIVATIONS.index(activations), out)
         np.testing.assert_array_equal(out, expected, err_msg=f"{tokens} tokens, {columns} columns")
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("compiled", IMPLEMENTATIONS)
 @pytest.mark.parametrize("format_name", ["int8", "int4_g64"])
-def test_more_columns_than_one_panel_of_groups(implementation, format_name):
+def test_more_columns_than_one_panel_of_groups(compiled, format_name):
     rng = np.random.default_rng(8)
     w = random_matrix(rng, format_name, 5, 64 * 256 + 70)
     for tokens in (1, 4, 17):
         x = random_activations(rng, tokens, w.shape[1])
         with cpu.use("numpy"):
             expected = matmul(x, w)
-        with cpu.use(implementation):
+        with cpu.use(compiled):
             np.testing.assert_array_equal(matmul(x, w), expected)
 
 
@@ -83,13 +81,13 @@ def test_quantized_activations_stay_within_half_a_step():
         assert (np.abs(back[:, :200] - x) <= np.repeat(scales, 64, axis=1)[:, :200] * 0.5001).all()
 
 
-@pytest.mark.parametrize("implementation", cpu.available())
+@pytest.mark.parametrize("name", cpu.available())
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_a_bad_activation_shows_in_its_row_only(implementation, bad):
+def test_a_bad_activation_shows_in_its_row_only(name, bad):
     rng = np.random.default_rng(12)
     w = quant.quantize(rng.standard_normal((20, 256)).astype(np.float32), quant.Format.parse("int4_g64"))
     x = rng.standard_normal((6, 256)).astype(np.float32)
-    with cpu.use(implementation):
+    with cpu.use(name):
         expected = matmul(x, w)
         x[2, 130] = bad
         y = matmul(x, w)
@@ -98,10 +96,10 @@ def test_a_bad_activation_shows_in_its_row_only(implementation, bad):
     np.testing.assert_array_equal(y[keep], expected[keep])
 
 
-@pytest.mark.parametrize("implementation", cpu.available())
-def test_no_tokens_give_no_rows(implementation):
+@pytest.mark.parametrize("name", cpu.available())
+def test_no_tokens_give_no_rows(name):
     w = random_matrix(np.random.default_rng(13), "int4_g64", 3, 64)
-    with cpu.use(implementation):
+    with cpu.use(name):
         assert matmul(np.zeros((0, 64), np.float32), w).shape == (0, 3)
 
 
