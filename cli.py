@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="glm-gpu",
-    help="Run GLM-5.2 and its relatives at four bits on machines people own.",
+    help="Run GLM-5.2 and its relatives at four bits on machines people own.\n\nOptions of model and sampling have "
+    "environment variables as their twins: GLM_GPU_RAM for --ram.",
     epilog='Example: glm-gpu run "And it came to pass"',
     rich_markup_mode=None,
     add_completion=False,

@@ -149,7 +149,10 @@ class Checkpoint:
             CheckpointError: no such tensor, the file ended early, or it cannot be read.
         """
         info = self.info(name)
-        view = memoryview(buffer).cast("B")
+        view = memoryview(buffer)
+        if info.nbytes == 0 == view.nbytes:  # a view without bytes cannot be cast
+            return
+        view = view.cast("B")
         assert len(view) == info.nbytes, (name, len(view), info.nbytes)
         self._read_range(info, 0, view, drop_pages)
 

@@ -22,13 +22,12 @@ if TYPE_CHECKING:
 
 
 def _option(name: str, help: str, **settings: Any) -> Any:
-    return typer.Option(name, envvar="GLM_GPU_" + name.strip("-").replace("-", "_").upper(), help=help, **settings)
+    envvar = "GLM_GPU_" + name.strip("-").replace("-", "_").upper()
+    return typer.Option(name, envvar=envvar, show_envvar=False, help=help, **settings)
 
 
 MaxTokens = Annotated[int | None, _option("--max-tokens", "Most tokens to generate.", min=1, metavar="N")]
-IgnoreEos = Annotated[
-    bool, typer.Option("--ignore-eos", envvar="GLM_GPU_IGNORE_EOS", help="Go on behind end-of-text tokens.")
-]
+IgnoreEos = Annotated[bool, _option("--ignore-eos", "Go on behind end-of-text tokens.")]
 PromptIds = Annotated[
     Path | None,
     typer.Option("--prompt-ids", help="JSON file with a list of token ids, in place of text.", metavar="FILE"),
@@ -85,14 +84,10 @@ class ModelOptions:
         _option("--activations", "What products with packed weights round their inputs to."),
     ] = "int16"
     kv: Annotated[Literal["auto", "bf16", "f32"], _option("--kv", "Format of the KV cache.")] = "auto"
-    fast_math: Annotated[
-        bool, typer.Option("--fast-math", envvar="GLM_GPU_FAST_MATH", help="Allow kernels that may change a last bit.")
-    ] = False
+    fast_math: Annotated[bool, _option("--fast-math", "Allow kernels that may change a last bit.")] = False
     debug: Annotated[
         bool,
-        typer.Option(
-            "--debug", envvar="GLM_GPU_DEBUG", help="Show the traceback of an error.", callback=_remember_debug
-        ),
+        _option("--debug", "Show the traceback of an error.", callback=_remember_debug),
     ] = False
 
     def engine_options(self) -> "EngineOptions":

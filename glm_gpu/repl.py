@@ -35,7 +35,7 @@ class Repl:
         ignore_eos: bool = False,
     ) -> None:
         self._engine = engine
-        self._session = engine.session()
+        self._session = engine.session(is_chat=True)
         self._params = params
         self._read_line = read_line
         self._max_tokens = max_tokens
@@ -70,7 +70,7 @@ class Repl:
                 self._answer(line)
 
     def _answer(self, question: str) -> None:
-        """One turn. A stopped answer stays in the conversation as far as it came; a refused question does not."""
+        """One turn. A stopped answer stays in the conversation as far as it came, a question without any does not."""
         messages = [*self._messages, {"role": "user", "content": question}]
         deltas: list[Delta] = []
         try:
@@ -85,6 +85,8 @@ class Repl:
             return
         report.stream("\n")
         report.note(closing)
+        if not deltas:
+            return
         reply = Reply.of(deltas)
         answer = {"role": "assistant", "content": reply.content, "reasoning_content": reply.reasoning}
         self._messages = [*messages, answer]

@@ -69,7 +69,7 @@ def closing_line(stats: Any) -> str:
         parts.append(f"decode {stats.decode_tok_s:.1f} tok/s")
     parts.append(f"peak {format_bytes(peak_rss_bytes())}")
     if stats.finish_reason == "length":
-        parts.append("stopped at the token limit")
+        parts.append("token limit")
     return " · ".join(parts)
 
 

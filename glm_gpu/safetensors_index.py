@@ -9,7 +9,6 @@ import logging
 import math
 import os
 import re
-import stat
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -110,11 +109,11 @@ def read_header(shard: Path) -> tuple[bytes, dict[str, TensorInfo]]:
         CheckpointError: the file is missing, truncated, or its header does not add up; names file and tensor.
     """
     try:
+        if not shard.is_file() and shard.exists():  # opening a pipe would wait for ever
+            raise CheckpointError(f"{shard}: not a regular file; replace it by the shard itself")
         with shard.open("rb", buffering=0) as file:
-            status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise CheckpointError(f"{shard}: not a regular file; replace it by the shard itself")
-            header = _read_header_bytes(file, shard, status.st_size)
+            file_bytes = os.fstat(file.fileno()).st_size
+            header = _read_header_bytes(file, shard, file_bytes)
     except FileNotFoundError:
         raise CheckpointError(missing_file(shard)) from None
     except OSError as error:
@@ -122,7 +121,7 @@ def read_header(shard: Path) -> tuple[bytes, dict[str, TensorInfo]]:
     entries = parse_json_object(header, f"{shard}: header", check_keys=False)
     if header.count(b'"data_offsets"') != len(entries.keys() - {"__metadata__"}):  # a name may be there twice
         entries = parse_json_object(header, f"{shard}: header")
-    return header, _check_entries(shard, entries, 8 + len(header), status.st_size)
+    return header, _check_entries(shard, entries, 8 + len(header), file_bytes)
 
 
 def _read_header_bytes(file, shard: Path, file_bytes: int) -> bytes:

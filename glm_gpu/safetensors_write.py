@@ -77,7 +77,8 @@ def _write_one(file, hasher, name: str, nbytes: int, data) -> None:
     data = data() if isinstance(data, Callable) else data
     done = 0
     for part in data if isinstance(data, Iterator) else (data,):
-        view = memoryview(part).cast("B")
+        view = memoryview(part)
+        view = view.cast("B") if view.nbytes else view[:0]  # a view without bytes cannot be cast
         for begin in range(0, len(view), _WRITE_BYTES):
             chunk = view[begin : begin + _WRITE_BYTES]
             file.write(chunk)

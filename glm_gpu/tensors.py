@@ -29,7 +29,7 @@ def validate_tensors(config: ModelConfig, checkpoint) -> bool:
 
     Args:
         config: what the model is.
-        checkpoint: a Checkpoint; only its `path`, `in` and `weight_problem(name, shape)` are used.
+        checkpoint: a Checkpoint; only its `path`, `in`, `info` and `weight_problem` are used.
 
     Returns:
         Whether the draft (MTP) layer is there too. Without it the model runs; an incomplete one is logged.
@@ -38,6 +38,7 @@ def validate_tensors(config: ModelConfig, checkpoint) -> bool:
         CheckpointError: weights are missing (all counted, the first few named) or one has another shape or type.
     """
     _check(checkpoint, _trunk(config))
+    _warn_of_rounded_biases(config, checkpoint)
     draft_layer = dict(_draft_layer(config))
     missing = [name for name in draft_layer if name not in checkpoint]
     if missing:
@@ -66,6 +67,19 @@ def _check(checkpoint, expected) -> None:
             f"{', '.join(missing[:4])}{', ...' if len(missing) > 4 else ''}; "
             "fetch the model again, config.json included"
         )
+
+
+def _warn_of_rounded_biases(config: ModelConfig, checkpoint) -> None:
+    """A correction bias rounded to 16 bits chooses other experts for most tokens; nothing here can restore it."""
+    if not config.is_latent:
+        return
+    names = [f"model.layers.{layer}.{CORRECTION_BIAS}" for layer in config.sparse_layers]
+    rounded = [name for name in names if checkpoint.info(name).dtype != "F32"]
+    if rounded:
+        log.warning(
+            "%s: %d of %d correction biases are not F32, first %s: routing is not the original model's",
+            checkpoint.path, len(rounded), len(names), rounded[0],
+        )  # fmt: skip
 
 
 def _trunk(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

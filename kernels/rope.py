@@ -4,6 +4,8 @@ import math
 
 import numpy as np
 
+from glm_gpu.kernels import cpu
+
 _cos = np.frompyfunc(math.cos, 1, 1)
 _sin = np.frompyfunc(math.sin, 1, 1)
 
@@ -37,6 +39,8 @@ def rope_interleaved(x, cos, sin):
     Returns:
         [T, ..., P] f32, a new array, members of a pair still side by side.
     """
+    if cpu.active:
+        return _on_cpu(x, cos, sin, is_interleaved=True)
     cos, sin = _beside(x, cos), _beside(x, sin)
     even, odd = x[..., 0::2], x[..., 1::2]
     out = np.empty(x.shape, dtype=np.float32)
@@ -55,12 +59,21 @@ def rope_half(x, cos, sin):
     Returns:
         [T, ..., P] f32, a new array.
     """
+    if cpu.active:
+        return _on_cpu(x, cos, sin, is_interleaved=False)
     cos, sin = _beside(x, cos), _beside(x, sin)
     half = x.shape[-1] // 2
     first, second = x[..., :half], x[..., half:]
     out = np.empty(x.shape, dtype=np.float32)
     out[..., :half] = first * cos - second * sin
     out[..., half:] = second * cos + first * sin
+    return out
+
+
+def _on_cpu(x, cos, sin, is_interleaved):
+    out = np.empty(x.shape, dtype=np.float32)
+    vectors = (x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])
+    cpu.active.rope(np.ascontiguousarray(x).reshape(vectors), cos, sin, int(is_interleaved), out.reshape(vectors))
     return out
 
 

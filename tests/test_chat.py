@@ -1,6 +1,8 @@
 """Messages to prompts: templates, their bounds, and what SDKs send."""
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -341,3 +343,8 @@ def test_further_variables_and_the_date_reach_the_template(rendered):
     )
     assert rendered("{{ enable_thinking is defined }}") == "False"
     assert rendered("{{ enable_thinking }}", enable_thinking=False) == "False"
+
+
+def test_importing_does_not_load_jinja():
+    code = "import sys, glm_gpu.chat; sys.exit(any(name in sys.modules for name in ('jinja2', 'tokenizers')))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -75,6 +75,14 @@ struct norm {
     float *out;                            /* [T, width] */
 };
 
+struct rope {
+    const float *x;                        /* [T, num_vectors, width] */
+    const float *cos, *sin;                /* [T, width / 2] */
+    bool is_interleaved;                   /* pairs (2j, 2j + 1), else (j, j + width / 2) */
+    int num_tokens, num_vectors, width;
+    float *out;                            /* like x, another array */
+};
+
 struct kernels {
     const char *name;
 
@@ -92,6 +100,7 @@ struct kernels {
     void (*select_top)(const struct select_top *a);
     int (*route)(const struct route *a);
     void (*norm)(const struct norm *a);
+    void (*rope)(const struct rope *a);
     void (*silu_mul)(const float *gate, const float *up, float *out, ptrdiff_t size);
 };
 

@@ -7,6 +7,7 @@
 #include "indexer.h"
 #include "matmul.h"
 #include "norm.h"
+#include "rope.h"
 #include "router.h"
 
 #define TABLE_OF(name) TABLE_OF_(name)
@@ -25,5 +26,6 @@ const struct kernels TABLE_OF(ISA_NAME) = {
     .select_top = select_top,
     .route = route,
     .norm = norm,
+    .rope = rope,
     .silu_mul = silu_mul,
 };

@@ -5,6 +5,8 @@ import pytest
 
 from glm_gpu.kernels.rope import rope_half, rope_interleaved, rope_tables
 
+pytestmark = pytest.mark.usefixtures("implementation")
+
 POSITIONS = np.array([0, 1, 2, 77, 4095, 99_999, 1_048_575])
 
 
@@ -59,3 +61,14 @@ def test_a_row_has_the_same_bits_alone(num_rows):
         np.testing.assert_array_equal(alone, (cos[one], sin[one]))
         np.testing.assert_array_equal(rope_interleaved(x, cos, sin)[one], rope_interleaved(x[one], *alone))
         np.testing.assert_array_equal(rope_half(x, cos, sin)[one], rope_half(x[one], *alone))
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 17])
+@pytest.mark.parametrize("shape", [(), (5,), (2, 3)])
+@pytest.mark.parametrize("dim", [2, 6, 24, 64, 70])
+def test_rotations_have_the_same_bits_everywhere(num_rows, shape, dim, same_bits):
+    rng = np.random.default_rng(dim)
+    x = rng.standard_normal((num_rows, *shape, dim + 8)).astype(np.float32)[..., 8:]
+    cos, sin = rope_tables(rng.integers(0, 1_000_000, num_rows), 8e6, dim)
+    same_bits(lambda: rope_interleaved(x, cos, sin))
+    same_bits(lambda: rope_half(x, cos, sin))
