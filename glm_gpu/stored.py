@@ -47,7 +47,8 @@ def stored_matrices(
     for name in packed:
         if name not in tensors or tensors[name].dtype != "U8":
             found = tensors[name].dtype if name in tensors else "missing"
-            raise CheckpointError(f"{name} is {found}, expected U8 beside its scales; convert the model again")
+            shard = tensors[name + SCALES_SUFFIX].shard
+            raise CheckpointError(f"{shard}: {name} is {found}, expected U8 beside its scales; convert the model again")
     if manifest is not None:
         return {name: _from_manifest(name, tensors, config, manifest) for name in packed}
     return _recognise(packed, tensors, config) if packed else {}
@@ -61,8 +62,8 @@ def _from_manifest(name: str, tensors: dict[str, TensorInfo], config: ModelConfi
     found = (tensors[name].nbytes, scales.dtype, scales.nbytes // matrix.scale_dtype.itemsize)
     if found != expected:
         raise CheckpointError(
-            f"{name}: {found[0]} bytes and {found[2]} scales ({found[1]}), {MANIFEST_FILE} expects {expected[0]} and "
-            f"{expected[2]} ({expected[1]}); convert the model again"
+            f"{scales.shard}: {name}: {found[0]} bytes and {found[2]} scales ({found[1]}), {MANIFEST_FILE} expects "
+            f"{expected[0]} and {expected[2]} ({expected[1]}); convert the model again"
         )
     return matrix
 
@@ -84,8 +85,8 @@ def _recognise(packed: list[str], tensors: dict[str, TensorInfo], config: ModelC
         widths = {format.bits for format in fitting}
         if len(widths) != 1:
             raise CheckpointError(
-                f"{name}: {tensors[name].nbytes} bytes with {scales.nbytes} bytes of {scales.dtype} scales fit "
-                f"{'several formats' if widths else 'no format'} for shape {list(shape)}; "
+                f"{scales.shard}: {name}: {tensors[name].nbytes} bytes with {scales.nbytes} bytes of {scales.dtype} "
+                f"scales fit {'several formats' if widths else 'no format'} for shape {list(shape)}; "
                 f"convert the model again to get {MANIFEST_FILE}"
             )
         result[name] = StoredMatrix(fitting[0], shape, SCALE_DTYPES["F32"])
@@ -94,8 +95,8 @@ def _recognise(packed: list[str], tensors: dict[str, TensorInfo], config: ModelC
             int4_candidates &= set(fitting)
     if int4_names and not int4_candidates:
         raise CheckpointError(
-            f"{int4_names[0]} and {len(int4_names) - 1} other int4 weights fit no single group size; "
-            f"convert the model again to get {MANIFEST_FILE}"
+            f"{tensors[int4_names[0]].shard.parent}: {int4_names[0]} and {len(int4_names) - 1} other int4 weights fit "
+            f"no single group size; convert the model again to get {MANIFEST_FILE}"
         )
     for name in int4_names:
         format = next(format for format in _INT4_FORMATS if format in int4_candidates)
