@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from glm_gpu import commands_bench, commands_convert, report
 from glm_gpu import options as opt
-from glm_gpu import report
 from glm_gpu.errors import GlmGpuError, RequestError
 
 if TYPE_CHECKING:
@@ -187,6 +187,10 @@ def doctor(model: opt.ModelOptions, as_json: opt.Json = False) -> None:
         report.result(report.checks_text(checks))
     if any(check.state == "fail" for check in checks):
         raise typer.Exit(1)
+
+
+commands_convert.register(app)
+commands_bench.register(app)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import threading
-from collections.abc import KeysView
+from collections.abc import Iterable, KeysView
 from functools import cached_property
 from pathlib import Path
 
@@ -58,9 +58,11 @@ class Checkpoint:
         path = Path(path)
         config = ModelConfig.open(path)
         manifest = Manifest.open(path)
+        if manifest is not None:
+            manifest.validate(_sizes(path / name for name in manifest.shards))
         index = index_shards(path)
         if manifest is not None:
-            manifest.validate({shard.name: shard.stat().st_size for shard in index.shards})
+            manifest.validate(_sizes(index.shards))
         return cls(path, config, manifest, index)
 
     def __enter__(self) -> "Checkpoint":
@@ -277,6 +279,10 @@ class Checkpoint:
                 except OSError as error:
                     raise CheckpointError(f"{shard}: cannot be opened ({error.strerror}); check the folder") from None
             return self._descriptors[shard]
+
+
+def _sizes(paths: Iterable[Path]) -> dict[str, int]:
+    return {path.name: path.stat().st_size for path in paths if path.is_file()}
 
 
 def _other(name: str, what: str, found, expected) -> str:

@@ -1,6 +1,6 @@
 """ConfigFields: typed, range-checked look-ups in a parsed config.json; a refusal names field, found and expected."""
 
-import math
+from reprlib import repr as brief
 
 from glm_gpu.errors import CheckpointError, UnsupportedModelError
 
@@ -138,9 +138,4 @@ def _is_integer(value) -> bool:
 
 
 def _shown(value) -> str:
-    if value is None:
-        return "missing"
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    return "missing" if value is None else brief(value)

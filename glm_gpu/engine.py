@@ -111,7 +111,7 @@ class Engine:
         model: the forward pass.
         store: the door to its experts.
         tokenizer, chat_template: None where the checkpoint has no tokenizer.json; token ids still work.
-        eos_ids: tokens that end a turn.
+        eos_ids: tokens that end a raw completion, and `turn_ids` those that end a turn of a conversation.
         sampling_defaults: what the checkpoint's generation_config.json recommends.
         context: positions that a session can hold.
         memory: what it takes.
@@ -125,7 +125,8 @@ class Engine:
         self.checkpoint, self.config = checkpoint, config
         self.context, self.memory = opening.context, opening.memory
         self.tokenizer, self.chat_template, generation = _text_side(checkpoint.path)
-        self.eos_ids = eos_ids(config, generation, self.tokenizer)
+        self.eos_ids = eos_ids(config, generation, self.tokenizer, chat=False)
+        self.turn_ids = eos_ids(config, generation, self.tokenizer, chat=True)
         self.sampling_defaults = SamplingParams.from_generation_config(generation)
         self._is_kv_bf16 = options.is_kv_bf16
 
@@ -167,9 +168,10 @@ class Engine:
         self.store.close()
         self.checkpoint.close()
 
-    def session(self) -> Session:
-        """A new conversation, with a cache of its own."""
-        return Session(self.model, self.model.new_cache(self.context, self._is_kv_bf16), self.eos_ids)
+    def session(self, is_chat: bool = False) -> Session:
+        """A new sequence with a cache of its own; in a chat, a marker of another turn ends the answer too."""
+        cache = self.model.new_cache(self.context, self._is_kv_bf16)
+        return Session(self.model, cache, self.turn_ids if is_chat else self.eos_ids)
 
     def logits(self, ids: Sequence[int]) -> Iterator[np.ndarray]:
         """Teacher-forced logits in order, a chunk of rows at a time: [<= 512, V] f32. The tokens are one context.

@@ -66,6 +66,6 @@ def _unique(pairs: list) -> dict:
         seen = set()
         for key, _ in pairs:
             if key in seen:
-                raise ValueError(f"key {key!r} given twice")
+                raise ValueError(f"key {key!r:.200} given twice")
             seen.add(key)
     return result

@@ -156,11 +156,13 @@ class Manifest:
             CheckpointError: one is missing, additional, or of another size.
         """
         for name in sorted(self.shards.keys() | shard_nbytes.keys()):
-            expected = self.shards[name].nbytes if name in self.shards else "no such shard"
-            found = shard_nbytes.get(name, "no such shard")
+            found = f"{shard_nbytes[name]} bytes" if name in shard_nbytes else "missing"
+            if name not in self.shards:
+                raise CheckpointError(f"{name}: {found}, {MANIFEST_FILE} does not list it; move it to another folder")
+            expected = f"{self.shards[name].nbytes} bytes"
             if found != expected:
                 raise CheckpointError(
-                    f"{name}: {found} bytes, {MANIFEST_FILE} expects {expected}; re-run `glm-gpu convert --resume`"
+                    f"{name}: {found}, {MANIFEST_FILE} expects {expected}; fetch this shard or convert the model again"
                 )
 
 

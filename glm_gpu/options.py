@@ -21,13 +21,14 @@ if TYPE_CHECKING:
     from glm_gpu.sampling import SamplingParams
 
 
-def _option(name: str, help: str, **settings: Any) -> Any:
+def option(name: str, help: str, **settings: Any) -> Any:
+    """An option with its environment variable: GLM_GPU_RAM for --ram."""
     envvar = "GLM_GPU_" + name.strip("-").replace("-", "_").upper()
     return typer.Option(name, envvar=envvar, show_envvar=False, help=help, **settings)
 
 
-MaxTokens = Annotated[int | None, _option("--max-tokens", "Most tokens to generate.", min=1, metavar="N")]
-IgnoreEos = Annotated[bool, _option("--ignore-eos", "Go on behind end-of-text tokens.")]
+MaxTokens = Annotated[int | None, option("--max-tokens", "Most tokens to generate.", min=1, metavar="N")]
+IgnoreEos = Annotated[bool, option("--ignore-eos", "Go on behind end-of-text tokens.")]
 PromptIds = Annotated[
     Path | None,
     typer.Option("--prompt-ids", help="JSON file with a list of token ids, in place of text.", metavar="FILE"),
@@ -52,42 +53,42 @@ class ModelOptions:
     """Which model to open, in which formats, and how much of the machine it may take."""
 
     model: Annotated[
-        Path | None, _option("--model", "Model folder; default: the bundled demo model.", metavar="DIR")
+        Path | None, option("--model", "Model folder; default: the bundled demo model.", metavar="DIR")
     ] = None
     ram: Annotated[
-        str | None, _option("--ram", "Most memory to use, as in 20GiB; default: what is available.", metavar="SIZE")
+        str | None, option("--ram", "Most memory to use, as in 20GiB; default: what is available.", metavar="SIZE")
     ] = None
     threads: Annotated[
-        int | None, _option("--threads", "CPU threads; default: the physical cores.", min=1, max=256, metavar="N")
+        int | None, option("--threads", "CPU threads; default: the physical cores.", min=1, max=256, metavar="N")
     ] = None
     context: Annotated[
         int | None,
-        _option("--context", "Tokens a conversation may hold; default: up to 8192.", min=2, metavar="N"),
+        option("--context", "Tokens a conversation may hold; default: up to 8192.", min=2, metavar="N"),
     ] = None
     expert_bits: Annotated[
         Literal["16", "8", "4", "2"] | None,
-        _option("--expert-bits", "Bits of the routed experts; default: as stored, else 4."),
+        option("--expert-bits", "Bits of the routed experts; default: as stored, else 4."),
     ] = None
     dense_bits: Annotated[
         Literal["16", "8", "4", "2"] | None,
-        _option("--dense-bits", "Bits of attention, dense and shared-expert weights; default: as stored, else 4."),
+        option("--dense-bits", "Bits of attention, dense and shared-expert weights; default: as stored, else 4."),
     ] = None
     group: Annotated[
         Literal["0", "64", "128"] | None,
-        _option("--group", "Weights that share a scale at 4 bits, 0 for a whole row; default: as stored, else 64."),
+        option("--group", "Weights that share a scale at 4 bits, 0 for a whole row; default: as stored, else 64."),
     ] = None
     weights: Annotated[
-        Literal["auto", "f32"], _option("--weights", "f32 loads every weight without quantizing it.")
+        Literal["auto", "f32"], option("--weights", "f32 loads every weight without quantizing it.")
     ] = "auto"
     activations: Annotated[
         Literal["int16", "int8", "f32"],
-        _option("--activations", "What products with packed weights round their inputs to."),
+        option("--activations", "What products with packed weights round their inputs to."),
     ] = "int16"
-    kv: Annotated[Literal["auto", "bf16", "f32"], _option("--kv", "Format of the KV cache.")] = "auto"
-    fast_math: Annotated[bool, _option("--fast-math", "Allow kernels that may change a last bit.")] = False
+    kv: Annotated[Literal["auto", "bf16", "f32"], option("--kv", "Format of the KV cache.")] = "auto"
+    fast_math: Annotated[bool, option("--fast-math", "Allow kernels that may change a last bit.")] = False
     debug: Annotated[
         bool,
-        _option("--debug", "Show the traceback of an error.", callback=_remember_debug),
+        option("--debug", "Show the traceback of an error.", callback=_remember_debug),
     ] = False
 
     def engine_options(self) -> "EngineOptions":
@@ -120,23 +121,23 @@ class SamplingOptions:
 
     temperature: Annotated[
         float | None,
-        _option("--temperature", "Randomness; 0 always takes the likeliest token.", min=0.0, metavar="X"),
+        option("--temperature", "Randomness; 0 always takes the likeliest token.", min=0.0, metavar="X"),
     ] = None
     top_p: Annotated[
-        float | None, _option("--top-p", "Keep the likeliest tokens that hold this probability.", metavar="P")
+        float | None, option("--top-p", "Keep the likeliest tokens that hold this probability.", metavar="P")
     ] = None
-    top_k: Annotated[int | None, _option("--top-k", "Keep this many tokens; 0 keeps all.", min=0, metavar="N")] = None
+    top_k: Annotated[int | None, option("--top-k", "Keep this many tokens; 0 keeps all.", min=0, metavar="N")] = None
     min_p: Annotated[
-        float | None, _option("--min-p", "Drop tokens less likely than this share of the likeliest.", metavar="P")
+        float | None, option("--min-p", "Drop tokens less likely than this share of the likeliest.", metavar="P")
     ] = None
     repetition_penalty: Annotated[
-        float | None, _option("--repetition-penalty", "Divide the logits of tokens seen before.", metavar="X")
+        float | None, option("--repetition-penalty", "Divide the logits of tokens seen before.", metavar="X")
     ] = None
     presence_penalty: Annotated[
-        float | None, _option("--presence-penalty", "Lower the logits of tokens generated before.", metavar="X")
+        float | None, option("--presence-penalty", "Lower the logits of tokens generated before.", metavar="X")
     ] = None
     seed: Annotated[
-        int | None, _option("--seed", "Makes sampling repeatable; default: different each time.", min=0, metavar="N")
+        int | None, option("--seed", "Makes sampling repeatable; default: different each time.", min=0, metavar="N")
     ] = None
 
     def over(self, defaults: "SamplingParams") -> "SamplingParams":

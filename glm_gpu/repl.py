@@ -35,7 +35,7 @@ class Repl:
         ignore_eos: bool = False,
     ) -> None:
         self._engine = engine
-        self._session = engine.session()
+        self._session = engine.session(is_chat=True)
         self._params = params
         self._read_line = read_line
         self._max_tokens = max_tokens

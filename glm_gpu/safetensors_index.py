@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from reprlib import repr as brief
 from typing import NamedTuple
 
 from glm_gpu.errors import CheckpointError
@@ -21,14 +22,16 @@ INDEX_FILE = "model.safetensors.index.json"
 # what the reference implementation allows; GLM-5.2's largest header has 0.2 MB
 MAX_HEADER_BYTES = 100_000_000
 MAX_DIMENSIONS = 8
+MAX_SHARDS = 100_000
+MAX_SIZE = 2**63 - 1
 DTYPE_BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
     "U16": 16, "I16": 16, "F16": 16, "BF16": 16, "U32": 32, "I32": 32, "F32": 32,
     "U64": 64, "I64": 64, "F64": 64, "C64": 64,
 }  # fmt: skip
-_NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
+_PLAIN_NAME = re.compile(r"(?!\.{1,2}$)[^/\\\0\ud800-\udfff]+", re.DOTALL)
+_NUMBERED = re.compile(r"(.*)-\d+-of-(\d+)\.safetensors")
 _COMPARE_BYTES = 1 << 20
-_INTEGERS = frozenset((int,))  # not bool
 
 log = logging.getLogger(__name__)
 
@@ -145,29 +148,30 @@ def _read_header_bytes(file, shard: Path, file_bytes: int) -> bytes:
 
 def _check_entries(shard: Path, entries: dict, data_start: int, file_bytes: int) -> dict[str, TensorInfo]:
     tensors = {}
-    ranges = []
+    last_end, last, is_in_order = 0, "", True
     entries.pop("__metadata__", None)
     for name, entry in entries.items():
         try:
             dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
             bits = DTYPE_BITS[dtype]
         except (TypeError, KeyError, ValueError):
-            _refuse(shard, name, f"header entry is {entry!r:.200}", "dtype, shape and data_offsets [begin, end]")
-        if type(begin) is not int or type(end) is not int or not 0 <= begin <= end:
-            _refuse(shard, name, f"data_offsets are [{begin!r:.40}, {end!r:.40}]", "0 <= begin <= end")
+            _refuse(shard, name, f"header entry is {brief(entry)}", "dtype, shape and data_offsets [begin, end]")
+        if type(begin) is not int or type(end) is not int or not 0 <= begin <= end <= MAX_SIZE:
+            _refuse(shard, name, f"data_offsets are [{brief(begin)}, {brief(end)}]", f"0 <= begin <= end <= {MAX_SIZE}")
         if not _is_shape(shape):
-            _refuse(shard, name, f"shape is {shape!r:.80}", f"at most {MAX_DIMENSIONS} whole numbers, none negative")
+            _refuse(
+                shard, name, f"shape is {brief(shape)}", f"at most {MAX_DIMENSIONS} whole numbers from 0 to {MAX_SIZE}"
+            )
         if math.prod(shape) * bits != (end - begin) * 8:
-            expected = f"{shape!r:.80} of {dtype}, {math.prod(shape) * bits / 8:.12g} bytes"
+            expected = f"{math.prod(shape) * bits // 8} for {dtype} {brief(shape)}"
             _refuse(shard, name, f"data_offsets span {end - begin} bytes", expected)
         tensors[name] = TensorInfo(name, dtype, tuple(shape), shard, data_start + begin, data_start + end)
         if begin < end:
-            ranges.append((begin, end, name))
-    ranges.sort()
-    for (_, previous_end, previous), (begin, _, name) in pairwise(ranges):
-        if begin < previous_end:
-            _refuse(shard, name, f"begins at {begin}, inside {previous!r:.200}", f"at least {previous_end}")
-    last_end, last = (ranges[-1][1], ranges[-1][2]) if ranges else (0, "")
+            is_in_order = is_in_order and begin >= last_end
+            if end > last_end:
+                last_end, last = end, name
+    if not is_in_order:  # writers sort by offset, so that sorting here is the exception
+        _refuse_overlaps(shard, sorted(tensors.values(), key=lambda info: (info.begin, info.end)))
     if data_start + last_end != file_bytes:
         raise CheckpointError(
             f"{shard}: {file_bytes} bytes, expected {data_start + last_end} (end of tensor {last!r:.200}); "
@@ -177,8 +181,20 @@ def _check_entries(shard: Path, entries: dict, data_start: int, file_bytes: int)
 
 
 def _is_shape(value) -> bool:
-    is_list = type(value) is list and len(value) <= MAX_DIMENSIONS and _INTEGERS.issuperset(map(type, value))
-    return is_list and min(value, default=0) >= 0
+    if type(value) is not list or len(value) > MAX_DIMENSIONS:
+        return False
+    for size in value:  # noqa: SIM110 (all() over a generator takes three times as long)
+        if type(size) is not int or not 0 <= size <= MAX_SIZE:
+            return False
+    return True
+
+
+def _refuse_overlaps(shard: Path, by_offset: list[TensorInfo]) -> None:
+    for previous, info in pairwise(info for info in by_offset if info.nbytes):
+        if info.begin < previous.end:
+            _refuse(
+                shard, info.name, f"begins at {info.begin}, inside {previous.name!r:.200}", f"at least {previous.end}"
+            )
 
 
 def _refuse(shard: Path, name: str, found: str, expected: str):
@@ -201,11 +217,11 @@ def _find_shards(model_dir: Path) -> tuple[tuple[Path, ...], dict[str, str], tup
         _check_numbering(model_dir, on_disk)
         return tuple(on_disk.values()), {}, ()
     weight_map = read_json_object(index_file).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map or not all(isinstance(v, str) for v in weight_map.values()):
+    if not isinstance(weight_map, dict) or set(map(type, weight_map.values())) != {str}:
         raise CheckpointError(f"{index_file}: weight_map is no object of file names; download the file again")
     named = sorted(set(weight_map.values()))
     for name in named:
-        if name in (".", "..") or "/" in name or "\0" in name or os.sep in name:
+        if not _PLAIN_NAME.fullmatch(name) or len(os.fsencode(name)) > 255:
             raise CheckpointError(f"{index_file}: shard {name!r:.200} is no plain file name; download the file again")
     _refuse_missing(model_dir, [name for name in named if not (model_dir / name).exists()], INDEX_FILE)
     unused = tuple(path for name, path in on_disk.items() if name not in set(named))
@@ -218,10 +234,11 @@ def _find_shards(model_dir: Path) -> tuple[tuple[Path, ...], dict[str, str], tup
 def _check_numbering(model_dir: Path, on_disk: dict[str, Path]) -> None:
     """Without an index file, a name "X-00002-of-00005" still says how many shards there must be."""
     missing = []
-    for match in filter(None, map(_NUMBERED.fullmatch, on_disk)):
-        stem, _, total = match.groups()
-        if int(total) > 100_000:
-            raise CheckpointError(f"{model_dir / match.group()}: {total} shards are not plausible; rename the file")
+    for stem, total in sorted({match.groups() for match in map(_NUMBERED.fullmatch, on_disk) if match}):
+        if int(total) > MAX_SHARDS:
+            raise CheckpointError(
+                f"{model_dir}: a name counts {total} shards, expected at most {MAX_SHARDS}; rename it"
+            )
         names = (f"{stem}-{number:0{len(total)}d}-of-{total}.safetensors" for number in range(1, int(total) + 1))
         missing += [name for name in names if name not in on_disk]
     _refuse_missing(model_dir, sorted(set(missing)), "the numbering of the others")
@@ -231,11 +248,12 @@ def _refuse_missing(model_dir: Path, missing: list[str], named_by: str) -> None:
     if not missing:
         return
     details = []
+    incomplete = [path.name for path in model_dir.glob("*.incomplete")]
     for name in missing[:20]:
         path = model_dir / name
         if path.is_symlink():
             name += f" (link to {path.readlink()}, which does not exist)"
-        elif any(model_dir.glob(f"{name}*.incomplete")):
+        elif any(file.startswith(name) for file in incomplete):
             name += " (an .incomplete download lies beside it)"
         details.append(name)
     if len(missing) > len(details):

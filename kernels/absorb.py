@@ -5,8 +5,9 @@
 
 import numpy as np
 
+from glm_gpu.kernels import cpu
 from glm_gpu.kernels.lanes import widen
-from glm_gpu.kernels.matmul import matmul
+from glm_gpu.kernels.matmul import ACTIVATIONS, matmul, matrix_arguments
 from glm_gpu.quant import QuantizedMatrix, unpack
 
 
@@ -27,6 +28,10 @@ def absorb_query(q: np.ndarray, kv_b: QuantizedMatrix, value_dim: int) -> np.nda
     num_rows, num_heads, nope_dim = q.shape
     width = kv_b.shape[1]
     assert q.dtype == np.float32 and kv_b.shape[0] == num_heads * (nope_dim + value_dim), (q.shape, kv_b.shape)
+    if cpu.active:
+        out = np.empty((num_rows, num_heads, width), np.float32)
+        cpu.active.absorb_query(np.ascontiguousarray(q), *matrix_arguments(kv_b), value_dim, out)
+        return out
     if kv_b.format.is_packed:
         weights = unpack(kv_b).astype(np.float32)
         scales = np.repeat(kv_b.scales.astype(np.float32), kv_b.format.group or width, axis=1)[:, :width]
@@ -59,6 +64,10 @@ def expand_value(o: np.ndarray, kv_b: QuantizedMatrix, nope_dim: int, activation
     assert kv_b.shape == (num_heads * rows_per_head, width), (o.shape, kv_b.shape)
     assert o.dtype == np.float32 and rows_per_head >= nope_dim, (o.dtype, rows_per_head, nope_dim)
     out = np.empty((num_rows, num_heads, rows_per_head - nope_dim), np.float32)
+    if cpu.active:
+        arguments = *matrix_arguments(kv_b), nope_dim, ACTIVATIONS.index(activations), out
+        cpu.active.expand_value(np.ascontiguousarray(o), *arguments)
+        return out
     for head in range(num_heads):
         values = kv_b.rows(head * rows_per_head + nope_dim, (head + 1) * rows_per_head)
         out[:, head] = matmul(np.ascontiguousarray(o[:, head]), values, activations)

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from glm_gpu.kernels import cpu
 from glm_gpu.kernels.activation import silu_mul
-from glm_gpu.kernels.matmul import matmul
+from glm_gpu.kernels.matmul import ACTIVATIONS, matmul, matrix_arguments
 from glm_gpu.quant import QuantizedMatrix
 from glm_gpu.slab import SlabLayout
 
@@ -24,6 +25,11 @@ def mlp(
     Returns:
         [T, D] f32.
     """
+    if cpu.active and gate.format.bits == up.format.bits == down.format.bits:
+        out = np.empty_like(x, order="C")
+        matrices = *matrix_arguments(gate), *matrix_arguments(up), *matrix_arguments(down)
+        cpu.active.mlp(np.ascontiguousarray(x), *matrices, ACTIVATIONS.index(activations), out)
+        return out
     hidden = silu_mul(matmul(x, gate, activations), matmul(x, up, activations))
     return matmul(hidden, down, activations)
 
@@ -52,6 +58,8 @@ def expert_ffn(
     num_rows, num_choices = choice.shape
     assert x.dtype == np.float32 and x.shape == (num_rows, layout.hidden), (x.dtype, x.shape, layout)
     assert weights.shape == choice.shape and num_choices >= 1, (weights.shape, choice.shape)
+    if cpu.active:
+        return _expert_ffn_c(x, slabs, layout, choice, weights, activations)
     results = np.empty((num_rows, num_choices, layout.hidden), np.float32)
     for index in np.unique(choice):
         tokens, places = np.nonzero(choice == index)
@@ -61,3 +69,21 @@ def expert_ffn(
     for place in range(1, num_choices):
         y += results[:, place]
     return y
+
+
+def _expert_ffn_c(x, slabs, layout, choice, weights, activations):
+    out = np.empty_like(x, order="C")
+    cpu.active.expert_ffn(
+        np.ascontiguousarray(x),
+        slabs,
+        layout.format.bits,
+        layout.format.group or 0,
+        int(layout.scale_dtype == np.float16),
+        layout.width,
+        tuple(begin for begin, _ in layout.parts.values()),
+        np.ascontiguousarray(choice, np.int32),
+        np.ascontiguousarray(weights),
+        ACTIVATIONS.index(activations),
+        out,
+    )
+    return out

@@ -15,11 +15,12 @@ are cut into groups of 64, the last one filled up with zeros; groups are added i
 
 import numpy as np
 
+from glm_gpu.kernels import cpu
 from glm_gpu.kernels.lanes import GROUP, dot_rows, widen
 from glm_gpu.quant import QuantizedMatrix, unpack
 
 _LIMITS = {"int16": np.float32(32767), "int8": np.float32(127)}
-ACTIVATIONS = (*_LIMITS, "f32")
+ACTIVATIONS = (*_LIMITS, "f32")  # the index is the number that the C functions take
 
 # Below this the reciprocal of a group's amax comes near overflow; such a group counts as zeros.
 SMALLEST_AMAX = np.float32(1e-30)
@@ -38,6 +39,10 @@ def matmul(x: np.ndarray, w: QuantizedMatrix, activations: str = "int16") -> np.
     """
     assert x.dtype == np.float32 and x.ndim == 2 and x.shape[1] == w.shape[1], (x.dtype, x.shape, w.shape)
     assert activations in ACTIVATIONS, activations
+    if cpu.active:
+        out = np.empty((x.shape[0], w.shape[0]), np.float32)
+        cpu.active.matmul(np.ascontiguousarray(x), *matrix_arguments(w), ACTIVATIONS.index(activations), out)
+        return out
     if not w.format.is_packed:
         return dot_rows(x, widen(w.data))
     if activations == "f32":
@@ -72,6 +77,11 @@ def quantize_activations(x: np.ndarray, activations: str) -> tuple[np.ndarray, n
     with np.errstate(invalid="ignore"):  # NaN and infinite groups are zeroed right after
         integers = np.where(usable[..., None], np.rint(padded * factor[..., None]), np.float32(0))
     return integers.astype(activations), amax / limit
+
+
+def matrix_arguments(w: QuantizedMatrix) -> tuple:
+    """A weight as the C functions take it: bits, group (0 for none), data, scales."""
+    return w.format.bits, w.format.group or 0, w.data, w.scales
 
 
 def _matmul_integer(x, w, activations):

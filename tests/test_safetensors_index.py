@@ -63,9 +63,9 @@ def test_scalars_empty_tensors_and_holes_are_accepted(tmp_path):
         ({"a": entry(begin=0.0, end=4)}, "data_offsets are"),
         ({"a": entry(begin=False, end=4)}, "data_offsets are"),
         ({"a": entry(end=100)}, "span 100 bytes"),
-        ({"a": entry(shape=(100,), end=100)}, "8 bytes, expected|bytes, expected"),
-        ({"a": entry(shape=(5,))}, "span 4 bytes, expected .*5 bytes"),
-        ({"a": entry(dtype="F32")}, "span 4 bytes, expected .*16 bytes"),
+        ({"a": entry(shape=(100,), end=100)}, r"80 bytes, expected 172 \(end of tensor 'a'\)"),
+        ({"a": entry(shape=(5,))}, r"span 4 bytes, expected 5 for U8 \[5\]"),
+        ({"a": entry(dtype="F32")}, r"span 4 bytes, expected 16 for F32 \[4\]"),
         ({"a": entry(dtype="F99")}, "header entry"),
         ({"a": entry(dtype=["U8"])}, "header entry"),
         ({"a": entry(shape=(-4,))}, "shape is"),
@@ -74,7 +74,9 @@ def test_scalars_empty_tensors_and_holes_are_accepted(tmp_path):
         ({"a": entry(shape=(True, 4))}, "shape is"),
         ({"a": entry(shape=(1,) * 9 + (4,))}, "shape is"),
         ({"a": entry(shape=(2**62, 2**62))}, "span 4 bytes"),
-        ({"a": entry(shape=(2**64 + 4,))}, "span 4 bytes"),
+        ({"a": entry(shape=(2**64 + 4,))}, "shape is"),
+        ({"a": entry(shape=(10**4000, 10**4000))}, "shape is"),
+        ({"a": entry(end=10**4299)}, "data_offsets are"),
         ({"a": {**entry(), "shape": 4}}, "shape is"),
         ({"a": {"dtype": "U8", "shape": [4]}}, "header entry"),
         ({"a": {**entry(), "data_offsets": [0, 2, 4]}}, "header entry"),
@@ -84,7 +86,7 @@ def test_scalars_empty_tensors_and_holes_are_accepted(tmp_path):
         ({"b": entry(), "a": entry(begin=2, end=6)}, "inside 'b'"),
         ({"b": entry(), "a": entry()}, "inside"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:80],
 )
 def test_hostile_entry_is_refused_with_file_and_tensor(tmp_path, header, expected):
     shard = raw_shard(tmp_path / "x.safetensors", header, b"\0" * 8)
@@ -92,6 +94,7 @@ def test_hostile_entry_is_refused_with_file_and_tensor(tmp_path, header, expecte
         read_header(shard)
     assert str(shard) in str(refusal.value)
     assert "'a'" in str(refusal.value)
+    assert len(str(refusal.value)) < 600
 
 
 @pytest.mark.parametrize(
@@ -271,11 +274,24 @@ def test_index_that_names_the_wrong_shard_is_refused(tmp_path, write_shard):
         index_shards(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "a/b.safetensors", "..", "a\0b", ""])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../secret.safetensors",
+        "/etc/passwd",
+        "a/b.safetensors",
+        "..",
+        "a\0b",
+        "",
+        "a" * 300,
+        "\ud800.safetensors",
+        "a\\b",
+    ],
+)
 def test_index_may_only_name_files_of_its_folder(tmp_path, write_shard, name):
     write_numbered(tmp_path, write_shard)
     write_index(tmp_path, {"t0": name})
-    with pytest.raises(CheckpointError, match=r"no plain file name|cannot be read|not a regular file"):
+    with pytest.raises(CheckpointError, match="no plain file name"):
         index_shards(tmp_path)
 
 

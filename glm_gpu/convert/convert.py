@@ -33,7 +33,7 @@ class Progress:
 
     Attributes:
         num_shards, total_bytes: of the container.
-        num_finished: shards on the disk.
+        num_finished, finished_bytes: shards on the disk.
         num_written: of them by this run.
         activity: what is being done, in words.
         times: seconds and bytes of the stages, of this run.
@@ -42,6 +42,7 @@ class Progress:
     num_shards: int
     total_bytes: int
     num_finished: int = 0
+    finished_bytes: int = 0
     num_written: int = 0
     activity: str = ""
     times: StageTimes = field(default_factory=StageTimes)
@@ -105,6 +106,7 @@ def convert(
         if shards is None:
             journal = continue_or_begin(out, asked, plan, threads, partial(_report_checked, progress, on_progress))
             progress.num_finished = len(journal.shards)
+            progress.finished_bytes = sum(record.nbytes for record in journal.shards.values())
             with _disk_full_as_capacity_error(out, plan, journal):
                 _check_space(out, plan, journal, source.transfer_bytes)
                 for name, content in side_files.items():
@@ -146,6 +148,7 @@ def _write_shards(
                 progress.times.add(write_s=time.perf_counter() - began - waited, write_bytes=shard.nbytes)
         done.update(shard.reads)
         progress.num_finished += 1
+        progress.finished_bytes += shard.nbytes
         progress.num_written += 1
         progress.activity = f"finished {shard.name}"
         on_progress(progress)

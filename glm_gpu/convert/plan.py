@@ -18,6 +18,8 @@ from glm_gpu.slab import SLAB_ALIGNMENT
 from glm_gpu.stored import SCALES_SUFFIX
 from glm_gpu.tensors import expected_tensors
 
+# names of the tensors that fill up to the next page: the format knows no gaps
+PADDING_PREFIX = "padding."
 _EXPERT_CLASSES = ("expert", "mtp_expert")
 
 
@@ -188,7 +190,7 @@ def _planned_shard(
     for unit in units:
         gap = -end % SLAB_ALIGNMENT if unit.is_expert and settings.container != "colibri" else 0
         if gap:  # never at GLM-5.2's sizes, whose experts are whole pages
-            padding_name = f"padding.{file_name.removesuffix('.safetensors')}.{len(planned)}"
+            padding_name = f"{PADDING_PREFIX}{file_name.removesuffix('.safetensors')}.{len(planned)}"
             planned.append(PlannedTensor(padding_name, "U8", (gap,), "padding", "", None))
         parts = _unit_tensors(unit, shapes, config, settings)
         planned += parts

@@ -36,6 +36,7 @@ class Source(Protocol):
         config: its config.json.
         tensors: every tensor's type, shape and shard, by name; offsets count only for tensors of an open checkpoint.
         has_mtp: whether the draft layer is there.
+        shard_names: its files with weights, in order.
         transfer_bytes: disk that fetching takes beside the output, at most; 0 for a folder.
     """
 
@@ -44,6 +45,7 @@ class Source(Protocol):
     config: ModelConfig
     tensors: Mapping[str, TensorInfo]
     has_mtp: bool
+    shard_names: tuple[str, ...]
     transfer_bytes: int
 
     def __enter__(self) -> "Source": ...
@@ -93,6 +95,7 @@ class LocalSource:
         try:
             self.config = self._checkpoint.config
             self.name, self.revision = _local_name(path)
+            self.shard_names = tuple(path.name for path in self._checkpoint.shards)
             self.tensors = {name: self._checkpoint.info(name) for name in self._checkpoint.names}
             packed = next((name for name in self.tensors if self._checkpoint.stored(name)), None)
             if packed:

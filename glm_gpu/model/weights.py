@@ -1,5 +1,7 @@
 """The weights that every token needs, as the forward pass names them. Routed experts live in `glm_gpu.tiers`."""
 
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -92,10 +94,43 @@ class ModelWeights:
     """Everything but the routed experts. A tied model's `head` is its embedding."""
 
     embedding: QuantizedMatrix
-    layers: tuple[LayerWeights, ...]
+    layers: Sequence[LayerWeights]
     norm: np.ndarray
     head: QuantizedMatrix
     mtp: MtpWeights | None
+
+
+class StreamedLayers(Sequence[LayerWeights]):
+    """Layers that are read anew in every pass, for models whose dense weights do not fit in memory.
+
+    At most three layers are held: the one asked for last, the one after it, which is read in the background, and one
+    that the caller may still use.
+
+    Args:
+        load: reads a layer; called on a thread of this object's own.
+    """
+
+    def __init__(self, load: Callable[[int], LayerWeights], num_layers: int) -> None:
+        self._load, self._num_layers = load, num_layers
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="glm-gpu-layers")
+        self._layers: dict[int, Future[LayerWeights]] = {}
+
+    def __len__(self) -> int:
+        return self._num_layers
+
+    def __getitem__(self, layer: int) -> LayerWeights:
+        if not 0 <= layer < self._num_layers:
+            raise IndexError(layer)
+        following = (layer + 1) % self._num_layers
+        self._layers = {n: future for n, future in self._layers.items() if n in (layer, following)}
+        for n in (layer, following):
+            if n not in self._layers:
+                self._layers[n] = self._reader.submit(self._load, n)
+        try:
+            return self._layers[layer].result()
+        except BaseException:
+            self._layers.clear()  # so that the next pass reads it again
+            raise
 
 
 class _Reader:
@@ -121,11 +156,14 @@ class _Reader:
         return self._checkpoint.read_f32(self._prefix + name)
 
 
-def load_weights(checkpoint: Checkpoint, config: ModelConfig, recipe: Recipe, with_mtp: bool) -> ModelWeights:
+def load_weights(
+    checkpoint: Checkpoint, config: ModelConfig, recipe: Recipe, with_mtp: bool, stream_layers: bool = False
+) -> ModelWeights:
     """The checkpoint's weights in the recipe's formats, quantized here where the checkpoint does not store them so.
 
     Args:
         with_mtp: load the multi-token layer too; the checkpoint must have it.
+        stream_layers: keep no layer in memory, read each when a pass comes to it; the checkpoint must stay open.
 
     Raises:
         CheckpointError: a tensor cannot be read, or holds values that are not finite.
@@ -133,9 +171,14 @@ def load_weights(checkpoint: Checkpoint, config: ModelConfig, recipe: Recipe, wi
     root = _Reader(checkpoint, config, recipe)
     model = root.under("model.")
     embedding = model.matrix("embed_tokens")
+
+    def load_layer(layer: int) -> LayerWeights:
+        return _layer(model.under(f"layers.{layer}."), config, layer)
+
+    num_layers = config.num_hidden_layers
     return ModelWeights(
         embedding=embedding,
-        layers=tuple(_layer(model.under(f"layers.{i}."), config, i) for i in range(config.num_hidden_layers)),
+        layers=StreamedLayers(load_layer, num_layers) if stream_layers else tuple(map(load_layer, range(num_layers))),
         norm=model.vector("norm.weight"),
         head=embedding if config.tie_word_embeddings else root.matrix("lm_head"),
         mtp=_mtp(model.under(f"layers.{config.mtp_layer}."), config) if with_mtp else None,

@@ -21,6 +21,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
+#include "matrix.h"
+
 /* All matrices are C-contiguous. Rows, counts and ids are checked by the binding. */
 
 struct attention {
@@ -85,6 +87,16 @@ struct rope {
 
 struct kernels {
     const char *name;
+
+    /* Each returns 0, or -1 without memory. Shapes as in the NumPy bodies of the same name. */
+    int (*matmul)(const struct matrix *w, const float *x, int tokens, enum mode mode, float *y);
+    int (*expert_ffn)(const struct expert *experts, int num_experts, const float *x, int tokens, const int32_t *chosen,
+                      const float *weights, int num_choices, enum mode mode, float *y);
+    int (*absorb_query)(const float *q, int tokens, int heads, int nope, const struct matrix *kv_b, int rows_per_head,
+                        float *y);
+    int (*expand_value)(const float *o, int tokens, int heads, const struct matrix *kv_b, int rows_per_head, int nope,
+                        enum mode mode, float *y);
+
     int (*attend)(const struct attention *a); /* 0, or -1 when there is no memory; so is route */
     void (*index_scores)(const struct index_scores *a);
     void (*select_top)(const struct select_top *a);

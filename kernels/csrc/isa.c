@@ -1,13 +1,15 @@
 /* All kernels for one instruction set; see dispatch.h. */
-#include "attention.h"
 #include "dispatch.h"
+
+#include "absorb.h"
+#include "attention.h"
+#include "ffn.h"
 #include "indexer.h"
 #include "limits.h"
+#include "matmul.h"
 #include "norm.h"
 #include "rope.h"
 #include "router.h"
-#include "vec_dot.h"
-#include "vec_exp.h"
 
 #define TABLE_OF(name) TABLE_OF_(name)
 #define TABLE_OF_(name) kernels_##name
@@ -16,6 +18,10 @@
 
 const struct kernels TABLE_OF(ISA_NAME) = {
     .name = STRING_OF(ISA_NAME),
+    .matmul = matmul,
+    .expert_ffn = expert_ffn,
+    .absorb_query = absorb_query,
+    .expand_value = expand_value,
     .attend = attend,
     .index_scores = index_scores,
     .select_top = select_top,

@@ -98,10 +98,23 @@ static PyMethodDef module_methods[] = {
     {NULL, NULL, 0, NULL},
 };
 
-extern PyMethodDef attention_methods[], indexer_methods[], limits_methods[], norm_methods[], rope_methods[], router_methods[];
+extern PyMethodDef attention_methods[];
+extern PyMethodDef indexer_methods[];
+extern PyMethodDef limits_methods[];
+extern PyMethodDef matmul_methods[];
+extern PyMethodDef norm_methods[];
+extern PyMethodDef rope_methods[];
+extern PyMethodDef router_methods[];
 
 static PyMethodDef *const families[] = {
-    module_methods, attention_methods, indexer_methods, limits_methods, norm_methods, rope_methods, router_methods,
+    module_methods,
+    attention_methods,
+    indexer_methods,
+    limits_methods,
+    matmul_methods,
+    norm_methods,
+    rope_methods,
+    router_methods,
 };
 
 static int module_exec(PyObject *module) {

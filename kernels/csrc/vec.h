@@ -7,7 +7,7 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__AVX2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
 #include <arm_neon.h>

@@ -1,0 +1,123 @@
+/* Queries into latent space, and attended latents out of it, head by head. */
+#pragma once
+#include "matmul.h"
+
+struct absorb_job {
+    const float *q; /* [tokens, heads, nope] */
+    struct matrix kv_b;
+    int tokens, heads, nope, rows_per_head;
+    float *y; /* [tokens, heads, columns] */
+};
+
+/* Weights of one group as f32, in the order of integer.h (plain numbers: of the columns), `offset_of` subtracted. */
+INLINE void group_in_field_order(enum kind kind, const struct matrix *w, const uint8_t *row, int g, f32x16 out[4]) {
+    if (!is_packed(kind)) {
+        if (kind == KIND_F32)
+            load_group(out, (const float *)(const void *)row, g * GROUP, w->columns);
+        else
+            load_group_bf16(out, (const uint16_t *)(const void *)row, g * GROUP, w->columns);
+        return;
+    }
+    uint8_t tail[GROUP];
+    const uint8_t *data = group_data(w, row, g, tail);
+#if defined(__AVX512VNNI__)
+    if (kind == KIND_INT4) { /* a permute reads the lowest four bits of each lane: a table of the sixteen values */
+        const __m512 values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+        for (int i = 0; i < 2; i++) {
+            const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const void *)(data + 16 * i)));
+            out[i].part[0] = (f32part)_mm512_permutexvar_ps(bytes, values);
+            out[i + 2].part[0] = (f32part)_mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), values);
+        }
+        return;
+    }
+#endif
+    const i16x64 integers = unpack64(kind, data);
+    int16_t in_memory[GROUP];
+    float values[GROUP];
+    memcpy(in_memory, &integers, sizeof in_memory);
+    for (int i = 0; i < GROUP; i++) values[i] = (float)(in_memory[i] - offset_of(kind));
+    for (int i = 0; i < 4; i++) out[i] = load16(values + 16 * i);
+}
+
+/* tokens * groups <= 4: sixteen sums of sixteen lanes, all of AVX-512's registers but those for weights and factors. */
+INLINE void absorb_block(enum kind kind, const int tokens, const int groups, const struct absorb_job *job, int head,
+                         int token, int group) {
+    const struct matrix *w = &job->kv_b;
+    f32x16 acc[4][4];
+    memset(acc, 0, sizeof acc);
+    for (int d = 0; d < job->nope; d++) {
+        const int row = head * job->rows_per_head + d;
+        const uint8_t *data = row_data(w, row);
+        for (int g = 0; g < groups; g++) {
+            f32x16 weights[4];
+            group_in_field_order(kind, w, data, group + g, weights);
+            const float scale = w->scale_group ? group_scale(w, row, group + g) : row_scale(w, row);
+            for (int t = 0; t < tokens; t++) {
+                const float q = job->q[((size_t)(token + t) * job->heads + head) * job->nope + d];
+                const f32x16 factor = set16(is_packed(kind) ? q * scale : q);
+                for (int i = 0; i < 4; i++) acc[t + g][i] = add16(acc[t + g][i], mul16(factor, weights[i]));
+            }
+        }
+    }
+    const int per_byte = columns_per_byte(kind), per_field = GROUP / per_byte;
+    for (int t = 0; t < tokens; t++)
+        for (int g = 0; g < groups; g++) {
+            float values[GROUP];
+            for (int i = 0; i < 4; i++) store16(values + 16 * i, acc[t + g][i]);
+            float *y = job->y + ((size_t)(token + t) * job->heads + head) * w->columns;
+            for (int i = 0; i < GROUP; i++) {
+                const int column = (group + g) * GROUP + i % per_field * per_byte + i / per_field;
+                if (column < w->columns) y[column] = values[i];
+            }
+        }
+}
+
+INLINE void absorb_head(enum kind kind, const struct absorb_job *job, int head) {
+    const int groups = (job->kv_b.columns + GROUP - 1) / GROUP;
+    int token = 0;
+    for (; token + 4 <= job->tokens; token += 4)
+        for (int g = 0; g < groups; g++) absorb_block(kind, 4, 1, job, head, token, g);
+    for (; token < job->tokens; token++) {
+        int g = 0;
+        for (; g + 4 <= groups; g += 4) absorb_block(kind, 1, 4, job, head, token, g);
+        for (; g < groups; g++) absorb_block(kind, 1, 1, job, head, token, g);
+    }
+}
+
+static void absorb_task(void *arg, int head) {
+    const struct absorb_job *job = arg;
+    switch (job->kv_b.kind) {
+    case KIND_F32: absorb_head(KIND_F32, job, head); break;
+    case KIND_BF16: absorb_head(KIND_BF16, job, head); break;
+    case KIND_INT8: absorb_head(KIND_INT8, job, head); break;
+    case KIND_INT4: absorb_head(KIND_INT4, job, head); break;
+    case KIND_INT2: absorb_head(KIND_INT2, job, head); break;
+    }
+}
+
+static int absorb_query(const float *q, int tokens, int heads, int nope, const struct matrix *kv_b, int rows_per_head,
+                        float *y) {
+    struct absorb_job job = {q, *kv_b, tokens, heads, nope, rows_per_head, y};
+    pool_run(absorb_task, &job, heads);
+    return 0;
+}
+
+/* o [tokens, heads, R] -> y [tokens, heads, value rows]; one product a head. */
+static int expand_value(const float *o, int tokens, int heads, const struct matrix *kv_b, int rows_per_head, int nope,
+                        enum mode mode, float *y) {
+    const int columns = kv_b->columns, value_dim = rows_per_head - nope;
+    struct batch *batches = calloc(heads, sizeof *batches);
+    struct product *products = calloc(heads, sizeof *products);
+    int failed = !batches || !products;
+    for (int h = 0; h < heads && !failed; h++) {
+        failed = batch_make(&batches[h], o + (size_t)h * columns, (size_t)heads * columns, tokens, columns, mode,
+                            kv_b->kind) != 0;
+        const struct matrix rows = matrix_rows(kv_b, h * rows_per_head + nope, (h + 1) * rows_per_head);
+        products[h] = (struct product){rows, &batches[h], y + (size_t)h * value_dim, (size_t)heads * value_dim, NULL};
+    }
+    if (!failed && value_dim > 0) run_products(products, heads);
+    for (int h = 0; batches && h < heads; h++) batch_free(&batches[h]);
+    free(batches);
+    free(products);
+    return failed ? -1 : 0;
+}

@@ -1,0 +1,164 @@
+/* Activations, quantized once per token, and the batches of tokens that the products read. */
+#pragma once
+#include <stdlib.h>
+
+#include "integer.h"
+
+enum layout {
+    BY_TOKEN, /* integers [tokens][groups][64]; scales, corrections [tokens][stride] */
+    BY_FOUR,  /* integers [tokens / 4][stride][8][4 tokens][8]; scales, corrections [tokens / 4][stride / 4][4 tokens][4] */
+    BY_SIXTEEN, /* integers [tokens / 16][groups][32][16 tokens][2]; scales, corrections [tokens / 16][stride][16 tokens] */
+    AS_FLOATS /* floats [tokens][groups * 64], in order of the columns */
+};
+
+struct batch {
+    enum layout layout;
+    int tokens, columns, groups;
+    int stride; /* groups, rounded up to 16: vectors of 16 groups may be loaded anywhere */
+    int16_t *integers;
+    float *scales;
+    int32_t *corrections; /* offset * sum of the group's integers */
+    float *floats;
+    void *memory;
+};
+
+static size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+static enum layout layout_for(int tokens) {
+#if defined(__AVX512VNNI__)
+    /* tuned on [2048, 6144] int4: three blocks of four still cost less than sixteen tokens */
+    if (tokens > 12) return BY_SIXTEEN;
+    if (tokens > 1) return BY_FOUR;
+#endif
+    (void)tokens;
+    return BY_TOKEN;
+}
+
+/* Memory for `tokens` activations of `columns`, zeroed. Returns 0, or -1 without memory. */
+static int batch_create(struct batch *batch, enum layout layout, int tokens, int columns) {
+    int padded = (int)round_up(tokens, layout == BY_FOUR ? 4 : layout == BY_SIXTEEN ? 16 : 1);
+    *batch = (struct batch){.layout = layout, .tokens = tokens, .columns = columns};
+    batch->groups = (columns + GROUP - 1) / GROUP;
+    batch->stride = (int)round_up(batch->groups, 16);
+    size_t groups = (size_t)padded * batch->stride;
+    size_t element = layout == AS_FLOATS ? sizeof(float) : sizeof(int16_t);
+    size_t values = groups * GROUP * element, bytes = values + groups * 8;
+    bytes = round_up(bytes ? bytes : 1, 64);
+    char *memory = batch->memory = aligned_alloc(64, bytes);
+    if (!memory) return -1;
+    memset(memory, 0, bytes);
+    if (layout == AS_FLOATS) {
+        batch->floats = (float *)(void *)memory;
+    } else {
+        batch->integers = (int16_t *)(void *)memory;
+        batch->scales = (float *)(void *)(memory + values);
+        batch->corrections = (int32_t *)(void *)(memory + values + groups * 4);
+    }
+    return 0;
+}
+
+static void batch_free(struct batch *batch) { free(batch->memory); }
+
+/* The largest |v| by its bits, which order NaN above infinity above all numbers. */
+INLINE float largest_magnitude(const f32x16 v[4]) {
+    i32part largest = {0};
+    for (int i = 0; i < 4; i++) EACH_PART {
+        i32part bits = (i32part)v[i].part[part] & 0x7FFFFFFF, more = bits > largest;
+        largest = (more & bits) | (~more & largest);
+    }
+    int32_t result = 0;
+    for (int i = 0; i < VEC_BYTES / 4; i++)
+        if (largest[i] > result) result = largest[i];
+    float magnitude;
+    memcpy(&magnitude, &result, 4);
+    return magnitude;
+}
+
+/* One group of one token; see quantize_activations in glm_gpu/kernels/matmul.py. */
+INLINE void quantize_group(const float *x, int n, float limit, int per_byte, int16_t *integers, float *scale,
+                           int32_t *sum) {
+    f32x16 v[4];
+    for (int i = 0; i < 4; i++) {
+        int left = n - 16 * i;
+        v[i] = left >= 16 ? load16(x + 16 * i) : load16_head(x + 16 * i, left > 0 ? left : 0);
+    }
+    float amax = largest_magnitude(v);
+    *scale = amax / limit;
+    *sum = 0;
+    if (!(amax >= 1e-30f && amax < __builtin_inff())) return; /* integers are zero already */
+    float factor = limit / amax;
+    int32_t total = 0;
+    int16_t in_order[GROUP];
+    for (int i = 0; i < 4; i++) {
+        f32x16 rounded = rint16(mul16(v[i], set16(factor)));
+        int32_t whole[16];
+        EACH_PART {
+            i32part w = __builtin_convertvector(rounded.part[part], i32part);
+            memcpy((char *)whole + part * sizeof w, &w, sizeof w);
+        }
+        for (int j = 0; j < 16; j++) in_order[16 * i + j] = (int16_t)whole[j], total += whole[j];
+    }
+    *sum = total;
+    int per_field = GROUP / per_byte;
+    for (int field = 0; field < per_byte; field++)
+        for (int j = 0; j < per_field; j++) integers[field * per_field + j] = in_order[j * per_byte + field];
+}
+
+/* One row of f32 into a BY_TOKEN or AS_FLOATS batch. */
+static void batch_set_token(struct batch *batch, int token, const float *x, enum mode mode, enum kind kind) {
+    if (batch->layout == AS_FLOATS) {
+        memcpy(batch->floats + (size_t)token * batch->groups * GROUP, x, (size_t)batch->columns * 4);
+        return;
+    }
+    float limit = mode == MODE_INT16 ? 32767.0f : 127.0f;
+    for (int g = 0; g < batch->groups; g++) {
+        int n = batch->columns - g * GROUP;
+        int16_t *integers = batch->integers + ((size_t)token * batch->groups + g) * GROUP;
+        size_t i = (size_t)token * batch->stride + g;
+        int32_t sum;
+        float *scale = batch->scales + i;
+        if (n > GROUP) n = GROUP;
+        if (kind == KIND_INT4)
+            quantize_group(x + g * GROUP, n, limit, 2, integers, scale, &sum);
+        else
+            quantize_group(x + g * GROUP, n, limit, columns_per_byte(kind), integers, scale, &sum);
+        batch->corrections[i] = offset_of(kind) * sum;
+    }
+}
+
+/* Copies token `from` of a BY_TOKEN or AS_FLOATS batch to place `to` of a batch with any layout. */
+static void batch_copy_token(struct batch *batch, int to, const struct batch *source, int from) {
+    const int groups = batch->groups;
+    if (source->layout == AS_FLOATS) {
+        memcpy(batch->floats + (size_t)to * groups * GROUP, source->floats + (size_t)from * groups * GROUP,
+               (size_t)groups * GROUP * 4);
+        return;
+    }
+    const int16_t *integers = source->integers + (size_t)from * groups * GROUP;
+    const float *scales = source->scales + (size_t)from * batch->stride;
+    const int32_t *corrections = source->corrections + (size_t)from * batch->stride;
+    if (batch->layout == BY_TOKEN) {
+        memcpy(batch->integers + (size_t)to * groups * GROUP, integers, (size_t)groups * GROUP * 2);
+        memcpy(batch->scales + (size_t)to * batch->stride, scales, (size_t)groups * 4);
+        memcpy(batch->corrections + (size_t)to * batch->stride, corrections, (size_t)groups * 4);
+        return;
+    }
+    const int wide = batch->layout == BY_FOUR ? 4 : 16;  /* tokens side by side */
+    const int piece = batch->layout == BY_FOUR ? 16 : 4; /* bytes of one token that lie together */
+    const int lane = to % wide;
+    const size_t block = to / wide;
+    const size_t block_groups = batch->layout == BY_FOUR ? batch->stride : groups;
+    char *target = (char *)batch->integers + block * block_groups * wide * GROUP * 2 + lane * piece;
+    const char *bytes = (const char *)integers;
+    const size_t pieces = (size_t)groups * GROUP * 2 / piece;
+    if (piece == 16)
+        for (size_t i = 0; i < pieces; i++) memcpy(target + i * 64, bytes + i * 16, 16);
+    else
+        for (size_t i = 0; i < pieces; i++) memcpy(target + i * 64, bytes + i * 4, 4);
+    for (int g = 0; g < groups; g++) {
+        size_t i = wide == 16 ? (block * batch->stride + g) * 16 + lane
+                              : (block * batch->stride + g / 4 * 4) * 4 + lane * 4 + g % 4;
+        batch->scales[i] = scales[g];
+        batch->corrections[i] = corrections[g];
+    }
+}

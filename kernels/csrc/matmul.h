@@ -1,0 +1,126 @@
+/* Lists of products shared out to the pool, and the plain product. */
+#pragma once
+#include "pool.h"
+#include "rows_avx512.h"
+#include "rows_f32.h"
+#include "rows_integer.h"
+
+/* Rows begin .. end-1, at most CHUNK_ROWS of them, for all tokens. One function for each kind: its loops are unrolled. */
+#if defined(__AVX512VNNI__)
+#define ROWS_SEVERAL(kind, p, begin, end) \
+    if (p->x->layout == BY_FOUR) \
+        rows_by_four(kind, p, begin, end); \
+    else if (p->x->layout == BY_SIXTEEN) \
+        rows_by_sixteen(kind, p, begin, end); \
+    else
+#else
+#define ROWS_SEVERAL(kind, p, begin, end)
+#endif
+#define DEFINE_ROWS(name, kind) \
+    static __attribute__((noinline)) void name(const struct product *p, int begin, int end) { \
+        if (p->x->layout == AS_FLOATS) \
+            rows_as_floats(kind, p, begin, end); \
+        else \
+            ROWS_SEVERAL(kind, p, begin, end) rows_by_token(kind, p, begin, end); \
+    }
+DEFINE_ROWS(rows_int8, KIND_INT8)
+DEFINE_ROWS(rows_int4, KIND_INT4)
+DEFINE_ROWS(rows_int2, KIND_INT2)
+
+static void product_rows(const struct product *p, int begin, int end) {
+    switch (p->w.kind) {
+    case KIND_F32: rows_as_floats(KIND_F32, p, begin, end); break;
+    case KIND_BF16: rows_as_floats(KIND_BF16, p, begin, end); break;
+    case KIND_INT8: rows_int8(p, begin, end); break;
+    case KIND_INT4: rows_int4(p, begin, end); break;
+    case KIND_INT2: rows_int2(p, begin, end); break;
+    }
+}
+
+/* Products of equally many rows, as one job. */
+struct product_job {
+    const struct product *products;
+    int chunks_each;
+};
+
+static void product_task(void *arg, int chunk) {
+    const struct product_job *job = arg;
+    const struct product *p = job->products + chunk / job->chunks_each;
+    int begin = chunk % job->chunks_each * CHUNK_ROWS;
+    product_rows(p, begin, p->w.rows - begin < CHUNK_ROWS ? p->w.rows : begin + CHUNK_ROWS);
+}
+
+static void run_products(const struct product *products, int num_products) {
+    if (num_products == 0) return;
+    struct product_job job = {products, (products[0].w.rows + CHUNK_ROWS - 1) / CHUNK_ROWS};
+    pool_run(product_task, &job, num_products * job.chunks_each);
+}
+
+/* Quantizing: one chunk a token. */
+struct token_job {
+    struct batch *batch;
+    const float *x;
+    size_t stride;
+    enum mode mode;
+    enum kind kind;
+};
+
+static void token_task(void *arg, int token) {
+    const struct token_job *job = arg;
+    batch_set_token(job->batch, token, job->x + token * job->stride, job->mode, job->kind);
+}
+
+/* All rows of x (f32, `stride` apart) as a batch for weights of this kind, in the layout of single tokens. */
+static int batch_from_rows(struct batch *batch, const float *x, size_t stride, int tokens, int columns, enum mode mode,
+                           enum kind kind) {
+    bool floats = mode == MODE_F32 || !is_packed(kind);
+    if (batch_create(batch, floats ? AS_FLOATS : BY_TOKEN, tokens, columns) != 0) return -1;
+    struct token_job job = {batch, x, stride, mode, kind};
+    pool_run(token_task, &job, tokens);
+    return 0;
+}
+
+struct gather_job {
+    struct batch *batch;
+    const struct batch *source;
+    const int *tokens;
+};
+
+/* One chunk is sixteen tokens: those share cache lines in the layouts that lay tokens side by side. */
+static void gather_task(void *arg, int chunk) {
+    const struct gather_job *job = arg;
+    for (int token = 16 * chunk; token < 16 * chunk + 16 && token < job->batch->tokens; token++)
+        batch_copy_token(job->batch, token, job->source, job->tokens ? job->tokens[token] : token);
+}
+
+/* Some tokens of a batch (all in order: tokens = NULL), in the layout that suits their number. */
+static int batch_gather(struct batch *batch, const struct batch *source, const int *tokens, int num_tokens) {
+    enum layout layout = source->layout == AS_FLOATS ? AS_FLOATS : layout_for(num_tokens);
+    if (batch_create(batch, layout, num_tokens, source->columns) != 0) return -1;
+    struct gather_job job = {batch, source, tokens};
+    pool_run(gather_task, &job, (num_tokens + 15) / 16);
+    return 0;
+}
+
+/* All rows of x in the layout that suits their number. */
+static int batch_make(struct batch *batch, const float *x, size_t stride, int tokens, int columns, enum mode mode,
+                      enum kind kind) {
+    if (batch_from_rows(batch, x, stride, tokens, columns, mode, kind) != 0) return -1;
+    if (batch->layout == AS_FLOATS || layout_for(tokens) == BY_TOKEN) return 0;
+    struct batch single = *batch;
+    int failed = batch_gather(batch, &single, NULL, tokens);
+    batch_free(&single);
+    return failed;
+}
+
+static int matmul(const struct matrix *w, const float *x, int tokens, enum mode mode, float *y) {
+    struct batch batch = {0};
+    if (batch_make(&batch, x, w->columns, tokens, w->columns, mode, w->kind) != 0) {
+        batch_free(&batch);
+        return -1;
+    }
+    struct product product = {*w, &batch, y, w->rows, NULL};
+    run_products(&product, 1);
+    batch_free(&batch);
+    return 0;
+}

@@ -1,0 +1,80 @@
+import numpy as np
+import pytest
+from product_weights import IMPLEMENTATIONS, random_activations, random_matrix
+
+from glm_gpu import quant
+from glm_gpu.kernels import cpu
+from glm_gpu.kernels.absorb import absorb_query, expand_value
+from glm_gpu.kernels.matmul import ACTIVATIONS, matrix_arguments
+
+HEADS, NOPE, VALUE = 3, 5, 7
+SIZES = [(tokens, columns) for tokens in (1, 3, 4, 7) for columns in (1, 33, 64, 130, 512)] + [(17, 320)]
+
+
+@pytest.mark.parametrize("compiled", IMPLEMENTATIONS)
+@pytest.mark.parametrize("scale_dtype", [np.float32, np.float16])
+@pytest.mark.parametrize("format_name", list(quant.FORMATS))
+def test_absorbed_queries_have_the_bits_of_the_specification(compiled, format_name, scale_dtype):
+    rng = np.random.default_rng(1)
+    for tokens, columns in SIZES:
+        kv_b = random_matrix(rng, format_name, HEADS * (NOPE + VALUE), columns, scale_dtype)
+        q = random_activations(rng, tokens, HEADS, NOPE)
+        with cpu.use("numpy"):
+            expected = absorb_query(q, kv_b, VALUE)
+        out = np.full((tokens, HEADS, columns), np.nan, np.float32)
+        with cpu.use(compiled):
+            cpu.active.absorb_query(q, *matrix_arguments(kv_b), VALUE, out)
+        np.testing.assert_array_equal(out, expected, err_msg=f"{tokens} tokens, {columns} columns")
+
+
+@pytest.mark.parametrize("compiled", IMPLEMENTATIONS)
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+@pytest.mark.parametrize("format_name", list(quant.FORMATS))
+def test_expanded_values_have_the_bits_of_the_specification(compiled, format_name, activations):
+    rng = np.random.default_rng(2)
+    for tokens, columns in SIZES:
+        kv_b = random_matrix(rng, format_name, HEADS * (NOPE + VALUE), columns)
+        o = random_activations(rng, tokens, HEADS, columns)
+        with cpu.use("numpy"):
+            expected = expand_value(o, kv_b, NOPE, activations)
+        out = np.full((tokens, HEADS, VALUE), np.nan, np.float32)
+        with cpu.use(compiled):
+            arguments = *matrix_arguments(kv_b), NOPE, ACTIVATIONS.index(activations), out
+            cpu.active.expand_value(o, *arguments)
+        np.testing.assert_array_equal(out, expected, err_msg=f"{tokens} tokens, {columns} columns")
+
+
+@pytest.mark.parametrize("name", cpu.available())
+@pytest.mark.parametrize("format_name", ["f32", "int8", "int4_g64"])
+def test_scores_in_latent_space_equal_scores_of_explicit_keys(name, format_name):
+    rng = np.random.default_rng(3)
+    weight = rng.standard_normal((HEADS * (NOPE + VALUE), 128)).astype(np.float32)
+    kv_b = quant.quantize(weight, quant.Format.parse(format_name))
+    exact = quant.dequantize(kv_b).astype(np.float64).reshape(HEADS, NOPE + VALUE, 128)
+    q = rng.standard_normal((4, HEADS, NOPE)).astype(np.float32)
+    latent = rng.standard_normal(128).astype(np.float32)
+    keys = exact[:, :NOPE] @ latent  # [H, N]
+    with cpu.use(name):
+        absorbed = absorb_query(q, kv_b, VALUE)
+        values = expand_value(np.broadcast_to(latent, (4, HEADS, 128)), kv_b, NOPE, "f32")
+    scores = np.einsum("thn,hn->th", q, keys)
+    np.testing.assert_allclose(absorbed @ latent, scores, rtol=0, atol=1e-5 * np.abs(scores).max())
+    explicit = exact[:, NOPE:] @ latent
+    np.testing.assert_allclose(values[0], explicit, rtol=0, atol=1e-5 * np.abs(explicit).max())
+
+
+@pytest.mark.skipif(not IMPLEMENTATIONS, reason="the C extension is not built")
+def test_bad_arguments_raise():
+    kv_b = random_matrix(np.random.default_rng(4), "int8", HEADS * (NOPE + VALUE), 64)
+    q, out = np.zeros((2, HEADS, NOPE), np.float32), np.zeros((2, HEADS, 64), np.float32)
+    o, values = np.zeros((2, HEADS, 64), np.float32), np.zeros((2, HEADS, VALUE), np.float32)
+    for value_dim in (-1, VALUE - 1, VALUE + 1, 1 << 40):
+        with pytest.raises((ValueError, OverflowError)):
+            cpu.active.absorb_query(q, *matrix_arguments(kv_b), value_dim, out)
+    for nope_dim in (-1, NOPE - 1, NOPE + 1):
+        with pytest.raises(ValueError):
+            cpu.active.expand_value(o, *matrix_arguments(kv_b), nope_dim, 0, values)
+    with pytest.raises(ValueError):
+        cpu.active.absorb_query(q, *matrix_arguments(kv_b), VALUE, out[:, :, :63].copy())
+    with pytest.raises(ValueError):
+        cpu.active.expand_value(o[:, :2].copy(), *matrix_arguments(kv_b), NOPE, 0, values)
