@@ -2,8 +2,7 @@
 
 Usage: python bench/attention.py [THREADS [IMPLEMENTATION]]. One JSON line a row: median and best milliseconds, and the
 best's share of the limit: f32 products and sums a second (each rounded on its own), or bytes read a second; none for
-what stays in a cache. A share
-compares two moments of the same machine: on a busy one, look at `load` first.
+what stays in a cache. Wall time on both sides: where `load` exceeds the cores, shares mean little.
 """
 
 import json
