@@ -122,6 +122,7 @@ class Engine:
         sampling_defaults: what the checkpoint's generation_config.json recommends.
         context: positions that a session can hold.
         memory: what it takes.
+        mtp_head: the multi-token layer, or None where it is not loaded.
         speculation: what decides how many tokens are drafted, over all sessions.
         open_s: seconds that opening took.
     """
@@ -149,7 +150,7 @@ class Engine:
         self.model = Transformer(config, weights, self.store, numerics)
         self._speculate: SpeculateMode = options.speculate
         self.speculation = WidthPolicy(min_width=0 if options.speculate == "auto" else 1)
-        self._mtp_head = MtpHead(self.model) if opening.loads_mtp else None
+        self.mtp_head = MtpHead(self.model) if opening.loads_mtp else None
         if config.mtp_layer is not None and not opening.has_mtp and options.speculate == "auto":
             log.warning("%s: no MTP head in this checkpoint; running without its drafts", checkpoint.path)
         self._vocabulary: GrammarVocabulary | None = None
@@ -190,9 +191,9 @@ class Engine:
     def speculator(self) -> Speculator:
         """Drafts for a new sequence."""
         mtp = None
-        if self._mtp_head is not None:
+        if self.mtp_head is not None:
             shares_selection = self.config.index_share_for_mtp_iteration
-            mtp = MtpDrafter(self._mtp_head, self.context, self._is_kv_bf16, shares_selection)
+            mtp = MtpDrafter(self.mtp_head, self.context, self._is_kv_bf16, shares_selection)
         return Speculator(self._speculate, self.speculation, mtp)
 
     def constraint(self, grammar: Grammar) -> Constraint:

@@ -19,6 +19,7 @@ from glm_gpu.units import parse_bytes
 if TYPE_CHECKING:
     from glm_gpu.engine import EngineOptions
     from glm_gpu.sampling import SamplingParams
+    from glm_gpu.speculative import SpeculateMode
 
 
 def option(name: str, help: str, **settings: Any) -> Any:
@@ -32,6 +33,26 @@ IgnoreEos = Annotated[bool, option("--ignore-eos", "Go on behind end-of-text tok
 PromptIds = Annotated[
     Path | None,
     typer.Option("--prompt-ids", help="JSON file with a list of token ids, in place of text.", metavar="FILE"),
+]
+Speculate = Annotated[
+    Literal["auto", "off", "mtp", "ngram", "grammar"],
+    option(
+        "--speculate",
+        "Verify guesses several at a time: by the model's own multi-token layer, repeated text, forced text, or all of "
+        "them where they pay. The answer is the same.",
+    ),
+]
+JsonSchema = Annotated[
+    Path | None,
+    typer.Option("--json-schema", help="JSON schema that the answer must conform to.", metavar="FILE"),
+]
+GrammarFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--grammar",
+        help="GBNF or Lark grammar, or a regular expression in a .regex file, that the answer must conform to.",
+        metavar="FILE",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
@@ -77,9 +98,9 @@ class ModelOptions:
         Literal["0", "64", "128"] | None,
         option("--group", "Weights that share a scale at 4 bits, 0 for a whole row; default: as stored, else 64."),
     ] = None
-    weights: Annotated[
-        Literal["auto", "f32"], option("--weights", "f32 loads every weight without quantizing it.")
-    ] = "auto"
+    weights: Annotated[Literal["auto", "f32"], option("--weights", "f32 loads every weight without quantizing it.")] = (
+        "auto"
+    )
     activations: Annotated[
         Literal["int16", "int8", "f32"],
         option("--activations", "What products with packed weights round their inputs to."),
@@ -91,7 +112,7 @@ class ModelOptions:
         option("--debug", "Show the traceback of an error.", callback=_remember_debug),
     ] = False
 
-    def engine_options(self) -> "EngineOptions":
+    def engine_options(self, speculate: "SpeculateMode" = "auto") -> "EngineOptions":
         """The same for the library.
 
         Raises:
@@ -110,6 +131,7 @@ class ModelOptions:
             threads=self.threads,
             ram=self.ram and parse_bytes(self.ram),
             fast_math=self.fast_math,
+            speculate=speculate,
         )
         options.recipe  # noqa: B018 -- raises where widths and weights contradict each other
         return options

@@ -67,6 +67,8 @@ def closing_line(stats: Any) -> str:
         parts.append(f"prefill {stats.prefill_tok_s:.1f} tok/s")
     if stats.decode_tok_s:
         parts.append(f"decode {stats.decode_tok_s:.1f} tok/s")
+    if stats.drafted_tokens:
+        parts.append(f"{stats.accepted_tokens} of {stats.drafted_tokens} drafts accepted")
     parts.append(f"peak {format_bytes(peak_rss_bytes())}")
     if stats.finish_reason == "length":
         parts.append("token limit")
@@ -83,15 +85,20 @@ def run_document(stats: Any, ids: list[int], text: str | None, engine: Any) -> d
         "completion_tokens": stats.completion_tokens,
         "prefill_tok_s": round(stats.prefill_tok_s, 3),
         "decode_tok_s": round(stats.decode_tok_s, 3),
+        "drafted_tokens": stats.drafted_tokens,
+        "accepted_tokens": stats.accepted_tokens,
+        "tokens_per_pass": round(stats.tokens_per_pass, 3),
+        "speculation": engine.speculation.as_dict(),
         "peak_rss_bytes": peak_rss_bytes(),
         "tiers": [dataclasses.asdict(tier) for tier in engine.store.report()],
     }
 
 
 def chat_stats(session: Any, engine: Any, num_messages: int) -> str:
-    """What /stats shows: the last answer, the context, the tiers."""
+    """What /stats shows: the last answer, the context, speculation, the tiers."""
     lines = [closing_line(session.last)] if session.last else []
     lines.append(f"{num_messages} messages, {len(session.cached_ids)} of {engine.context} tokens of context in use")
+    lines += engine.speculation.summary
     lines += [
         f"tier {tier.name}: {tier.num_experts} experts, {format_bytes(tier.used_bytes)}, "
         + ", ".join(f"{hits} {phase} hits" for phase, hits in tier.hits.items())
