@@ -2,45 +2,14 @@
 #include "bind.h"
 #include "dispatch.h"
 #include "pool.h"
+#include "usable.h"
 
 #include <string.h>
 
-#if defined(__aarch64__) && defined(__linux__)
-#include <sys/auxv.h>
-#ifndef HWCAP_ASIMDDP
-#define HWCAP_ASIMDDP (1 << 20)
-#endif
-#endif
-
 const struct kernels *active = &kernels_base;
 
-#define MAX_TABLES 4
 static const struct kernels *usable[MAX_TABLES]; /* slowest first */
 static int num_usable;
-
-static void find_usable(void) {
-    num_usable = 0;
-    usable[num_usable++] = &kernels_base;
-#if defined(__x86_64__)
-    __builtin_cpu_init(); /* checks that the operating system saves the wide registers, too */
-#ifdef HAVE_AVX2
-    bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-    if (avx2) usable[num_usable++] = &kernels_avx2;
-#ifdef HAVE_AVX512VNNI
-    if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vnni"))
-        usable[num_usable++] = &kernels_avx512vnni;
-#endif
-#endif
-#elif defined(__aarch64__) && defined(HAVE_NEONDOT)
-#if defined(__linux__)
-    if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) usable[num_usable++] = &kernels_neondot;
-#elif defined(__APPLE__)
-    usable[num_usable++] = &kernels_neondot; /* every Apple silicon Mac has dotprod and fp16 */
-#endif
-#endif
-}
 
 static PyObject *py_available(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self, (void)args;
@@ -118,7 +87,7 @@ static PyMethodDef *const families[] = {
 };
 
 static int module_exec(PyObject *module) {
-    find_usable();
+    num_usable = usable_kernels(usable);
     active = usable[num_usable - 1];
     int error = pool_init();
     if (error) {
