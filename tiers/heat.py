@@ -109,8 +109,47 @@ class Heat:
         slow, fast = self._weighted[:, layers, experts] / np.maximum(self._weighted_tokens[:, layers], _TINY)
         return slow, fast
 
+    def halve(self) -> None:
+        """Let everything so far weigh half as much against what is counted from now on; rates stay as they are."""
+        self._weighted *= 0.5
+        self._weighted_tokens *= 0.5
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Everything counted, for `restore`; copies."""
+        for signal, layer in np.ndindex(self._epoch.shape):
+            self._move_epoch(signal, layer, int(self.clock[layer]))
+        named = {f"uses_{phase}": uses for phase, uses in self.uses.items()}
+        named |= {f"tokens_{phase}": tokens for phase, tokens in self.tokens.items()}
+        named |= {"last_use": self.last_use, "weighted": self._weighted, "weighted_tokens": self._weighted_tokens}
+        return {name: array.copy() for name, array in named.items()}
+
+    def restore(self, arrays: dict[str, np.ndarray]) -> None:
+        """Go on from what `arrays` of a heat of this shape gave.
+
+        Raises:
+            ValueError: an array is missing, has another shape or type, or holds what no count can be.
+        """
+        found = {name: (array.shape, array.dtype) for name, array in arrays.items()}
+        expected = {name: (array.shape, array.dtype) for name, array in self.arrays().items()}
+        if found != expected:
+            raise ValueError(f"holds {_shapes(found)}, expected {_shapes(expected)}")
+        if not all(np.isfinite(array).all() and (array >= -1).all() for array in arrays.values()):
+            raise ValueError("holds counts that are negative or not finite")
+        for phase in PHASES:
+            self.uses[phase][...] = arrays[f"uses_{phase}"]
+            self.tokens[phase][...] = arrays[f"tokens_{phase}"]
+        self.clock[...] = sum(self.tokens.values())
+        self.last_use[...] = arrays["last_use"]
+        self._weighted[...] = arrays["weighted"]
+        self._weighted_tokens[...] = arrays["weighted_tokens"]
+        self._epoch[...] = self.clock
+
     def _move_epoch(self, signal: int, layer: int, epoch: int) -> None:
         factor = 2.0 ** ((self._epoch[signal, layer] - epoch) / self.half_lives[signal])
         self._weighted[signal, layer] *= factor
         self._weighted_tokens[signal, layer] *= factor
         self._epoch[signal, layer] = epoch
+
+
+def _shapes(arrays: dict[str, tuple]) -> str:
+    return ", ".join(f"{name} {list(shape)} {dtype}" for name, (shape, dtype) in sorted(arrays.items()))
