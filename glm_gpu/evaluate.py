@@ -98,9 +98,9 @@ def evaluate(engine: Engine, texts: Mapping[str, str], items: Sequence[Item]) ->
             raise RequestError(f"text {name!r} has {len(ids)} tokens, expected at least 2")
         window = min(WINDOW, engine.context)
         for start in range(0, len(ids) - 1, window - 1):
-            scores = engine.score(ids[start : start + window])
-            nats.append(-float(scores.sum()))
-            tokens.append(len(scores))
+            window_ids = ids[start : start + window]
+            nats.append(-continuation_likelihood(engine, window_ids, len(window_ids) - 1)[0])
+            tokens.append(len(window_ids) - 1)
             names.append(name)
     likelihoods = [
         np.array([log_likelihood(engine, item.context, " " + choice)[0] for choice in item.choices]) for item in items
