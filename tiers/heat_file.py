@@ -28,7 +28,7 @@ class HeatFile:
         self._can_write = self.path is not None and not is_read_only
 
     def load(self, num_layers: int, num_experts: int) -> Heat:
-        """The heat that earlier runs left, weighing half; a fresh one when there is none to trust."""
+        """The heat that earlier runs left, weighing little; a fresh one when there is none to trust."""
         heat = Heat(num_layers, num_experts)
         content = None if self.path is None else read_state(self.path, _KIND, _VERSION)
         if content is None:
@@ -42,7 +42,7 @@ class HeatFile:
         except ValueError as error:
             log.warning("%s: not used (%s); starting afresh", self.path, error)
             return Heat(num_layers, num_experts)
-        heat.halve()
+        heat.begin_run()
         return heat
 
     def save(self, heat: Heat) -> None:
