@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from glm_gpu import commands_bench, commands_convert, report
+from glm_gpu import commands_bench, commands_convert, commands_eval, report
 from glm_gpu import options as opt
 from glm_gpu.errors import GlmGpuError, RequestError
 
@@ -201,6 +201,7 @@ def doctor(model: opt.ModelOptions, as_json: opt.Json = False) -> None:
 
 
 commands_convert.register(app)
+commands_eval.register(app)
 commands_bench.register(app)
 
 

@@ -17,7 +17,7 @@ import typer
 from glm_gpu.units import parse_bytes
 
 if TYPE_CHECKING:
-    from glm_gpu.engine import EngineOptions
+    from glm_gpu.opening import EngineOptions
     from glm_gpu.sampling import SamplingParams
     from glm_gpu.speculative import SpeculateMode
 
@@ -107,6 +107,20 @@ class ModelOptions:
     ] = "int16"
     kv: Annotated[Literal["auto", "bf16", "f32"], option("--kv", "Format of the KV cache.")] = "auto"
     fast_math: Annotated[bool, option("--fast-math", "Allow kernels that may change a last bit.")] = False
+    expert_slots: Annotated[
+        int | None,
+        option("--expert-slots", "Most experts in memory, all layers together.", min=1, metavar="N"),
+    ] = None
+    prefetch: Annotated[
+        Literal["auto", "on", "off"], option("--prefetch", "Read what the next layer will probably use.")
+    ] = "auto"
+    read: Annotated[
+        Literal["auto", "direct", "buffered"], option("--read", "How experts are read: past the page cache or through.")
+    ] = "auto"
+    read_threads: Annotated[
+        int, option("--read-threads", "Expert reads in flight at once.", min=1, max=64, metavar="N")
+    ] = 4
+    trace: Annotated[Path | None, option("--trace", "Record every routing choice in a file.", metavar="FILE")] = None
     debug: Annotated[
         bool,
         option("--debug", "Show the traceback of an error.", callback=_remember_debug),
@@ -118,7 +132,7 @@ class ModelOptions:
         Raises:
             RequestError: a size that is no size, or options that contradict each other.
         """
-        from glm_gpu.engine import EngineOptions
+        from glm_gpu.opening import EngineOptions
 
         options = EngineOptions(
             expert_bits=self.expert_bits and int(self.expert_bits),
@@ -132,6 +146,11 @@ class ModelOptions:
             ram=self.ram and parse_bytes(self.ram),
             fast_math=self.fast_math,
             speculate=speculate,
+            expert_slots=self.expert_slots,
+            prefetch=self.prefetch,
+            read=self.read,
+            read_threads=self.read_threads,
+            trace=self.trace,
         )
         options.recipe  # noqa: B018 -- raises where widths and weights contradict each other
         return options

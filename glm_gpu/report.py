@@ -134,14 +134,21 @@ def score_text(score: Any) -> str:
 
 def status_document(status: Any) -> dict:
     """What `status --json` prints."""
-    model, memory = status.model, status.memory
+    model, plan = status.model, status.plan
     return {
         "path": str(status.path),
         "ready": status.problem is None,
         "problem": status.problem,
         "model": model and {**dataclasses.asdict(model), "config": dataclasses.asdict(model.config)},
-        "context": status.context,
-        "memory": memory and {**dataclasses.asdict(memory), "total_bytes": memory.total_bytes},
+        "context": plan and plan.context,
+        "memory": plan
+        and {
+            "dense_bytes": plan.dense_bytes,
+            "slot_bytes": plan.slot_bytes,
+            "cache_bytes": plan.cache_bytes,
+            "total_bytes": plan.ram_bytes,
+        },
+        "tiers": plan and [dataclasses.asdict(tier) for tier in plan.tiers],
         "machine": dataclasses.asdict(status.machine),
     }
 
@@ -160,15 +167,17 @@ def status_text(status: Any) -> str:
             ("files", f"{model.num_shards} shards, {format_bytes(model.disk_bytes)}, fingerprint {model.fingerprint}"),
             ("stored as", ", ".join(f"{kind} {found}" for kind, found in model.formats.items())),
         ]
-    if memory := status.memory:
+    if plan := status.plan:
         rows.append(
             (
-                "needs",
-                f"{format_bytes(memory.total_bytes)}: weights {format_bytes(memory.dense_bytes)}, experts "
-                f"{format_bytes(memory.expert_bytes)}, cache of {status.context} tokens "
-                f"{format_bytes(memory.cache_bytes)}",
+                "takes",
+                f"{format_bytes(plan.ram_bytes)}: weights {format_bytes(plan.dense_bytes)}, experts "
+                f"{format_bytes(plan.slot_bytes)}, cache of {plan.context} tokens {format_bytes(plan.cache_bytes)}",
             )
         )
+        rows += [
+            (f"tier {tier.name}", f"{tier.num_experts} experts, {format_bytes(tier.nbytes)}") for tier in plan.tiers
+        ]
     here = status.machine
     rows += [
         ("ram", f"{format_bytes(here.ram_available_bytes)} available of {format_bytes(here.ram_bytes)}"),

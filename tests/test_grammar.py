@@ -6,9 +6,10 @@ import re
 import numpy as np
 import pytest
 
-from glm_gpu.engine import DEMO_MODEL, Engine, EngineOptions
+from glm_gpu.engine import DEMO_MODEL, Engine
 from glm_gpu.errors import RequestError
 from glm_gpu.grammar import Constraint, Grammar, GrammarVocabulary
+from glm_gpu.opening import EngineOptions
 from glm_gpu.sampling import SamplingParams
 from glm_gpu.tokenizer import Tokenizer
 

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from planned import PlannedDrafter
 
-from glm_gpu.engine import Engine, EngineOptions
+from glm_gpu.engine import Engine
 from glm_gpu.errors import CheckpointError, RequestError
+from glm_gpu.opening import EngineOptions
 from glm_gpu.sampling import SamplingParams
 from glm_gpu.session import Session
 from glm_gpu.speculative import MtpDrafter, Speculator, WidthPolicy

@@ -9,9 +9,10 @@ import pytest
 from small_models import open_model, prefill
 
 from glm_gpu.batch import Batch
-from glm_gpu.engine import DEMO_MODEL, Engine, EngineOptions
+from glm_gpu.engine import DEMO_MODEL, Engine
 from glm_gpu.errors import CheckpointError
 from glm_gpu.model.mtp import MtpHead
+from glm_gpu.opening import EngineOptions
 from glm_gpu.recipe import Recipe
 from glm_gpu.sampling import SamplingParams
 from glm_gpu.speculative import WidthPolicy
@@ -79,7 +80,7 @@ def test_the_layer_is_loaded_only_for_drafts_and_only_where_it_fits(oracle_dir):
     for speculate in ("off", "auto"):
         with Engine.open(oracle_dir / "tiny_glm", EngineOptions(context=64, speculate=speculate)) as engine:
             assert (engine.mtp_head is not None) == (speculate == "auto")
-            sizes[speculate] = engine.memory.total_bytes
+            sizes[speculate] = engine.plan.ram_bytes
     assert sizes["off"] < sizes["auto"]
     options = EngineOptions(context=64, ram=(sizes["off"] + sizes["auto"]) // 2)
     with Engine.open(oracle_dir / "tiny_glm", options) as engine:
