@@ -31,12 +31,16 @@ INLINE void group_in_field_order(enum kind kind, const struct matrix *w, const u
         return;
     }
 #endif
+#if defined(HAS_NEON)
+    values64(kind, data, out);
+#else
     const i16x64 integers = unpack64(kind, data);
     int16_t in_memory[GROUP];
     float values[GROUP];
     memcpy(in_memory, &integers, sizeof in_memory);
     for (int i = 0; i < GROUP; i++) values[i] = (float)(in_memory[i] - offset_of(kind));
     for (int i = 0; i < 4; i++) out[i] = load16(values + 16 * i);
+#endif
 }
 
 /* tokens * groups <= 4: sixteen sums of sixteen lanes, all of AVX-512's registers but those for weights and factors. */

@@ -122,7 +122,7 @@ static void batch_set_token(struct batch *batch, int token, const float *x, enum
             quantize_group(x + g * GROUP, n, limit, 2, integers, scale, &sum);
         else
             quantize_group(x + g * GROUP, n, limit, columns_per_byte(kind), integers, scale, &sum);
-        batch->corrections[i] = offset_of(kind) * sum;
+        batch->corrections[i] = arrange64(kind, integers, sum);
     }
 }
 

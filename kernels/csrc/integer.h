@@ -2,7 +2,8 @@
  *
  * Inside a group of 64 the columns are ordered by their field in a byte: those in the lowest bits first. So a field is
  * unpacked with one mask or shift, and activations are stored in the same order (activations.h). Weights here are as
- * stored, `offset_of` too large; offset * (sum of activations) is subtracted once per group.
+ * stored, `offset_of` too large; offset * (sum of activations) is subtracted once per group. integer_neon.h has the same
+ * operations for NEON.
  * Bound of a sum: 64 * 128 * 32767 < 2^28 (int8), 64 * 15 * 32767 < 2^25 (int4); int32 never overflows. */
 #pragma once
 #include "matrix.h"
@@ -16,6 +17,8 @@ typedef __m512i i32lanes; /* partial sums of one group */
 #elif defined(__AVX2__)
 typedef struct { __m256i v[4]; } i16x64;
 typedef __m256i i32lanes;
+#elif defined(HAS_NEON)
+#include "integer_neon.h"
 #else
 typedef int16_t i16x8 __attribute__((vector_size(16)));
 typedef struct { i16x8 v[8]; } i16x64;
@@ -28,6 +31,7 @@ INLINE i16x64 load64(const int16_t *p) {
     return r;
 }
 
+#if !defined(HAS_NEON)
 /* The stored integers of one group, from 64, 32 or 16 bytes. */
 INLINE i16x64 unpack64(enum kind kind, const uint8_t *p) {
     i16x64 r;
@@ -89,20 +93,21 @@ INLINE i32lanes dot64(i16x64 w, const int16_t *x) {
     for (int i = 0; i < 8; i++)
         sum = _mm_add_epi32(sum, _mm_madd_epi16((__m128i)w.v[i], _mm_loadu_si128((const void *)(x + 8 * i))));
     return (i32lanes)sum;
-#elif defined(__ARM_NEON)
-    int32x4_t even = vdupq_n_s32(0), odd = even;
-    for (int i = 0; i < 8; i++) {
-        int16x8_t a = (int16x8_t)w.v[i], b = vld1q_s16(x + 8 * i);
-        even = vmlal_s16(even, vget_low_s16(a), vget_low_s16(b));
-        odd = vmlal_s16(odd, vget_high_s16(a), vget_high_s16(b));
-    }
-    return (i32lanes)vaddq_s32(even, odd);
 #else
     i32lanes sum = {0};
     for (int i = 0; i < 64; i++) sum[i % 4] += (int32_t)w.v[i / 8][i % 8] * x[i];
     return sum;
 #endif
 }
+#endif
+
+#if !defined(HAS_BYTE_PLANES)
+/* Puts a group of activations in the order that dot64 reads. Returns what its sum will exceed the product by. */
+INLINE int32_t arrange64(enum kind kind, int16_t x[GROUP], int32_t sum) {
+    (void)x;
+    return offset_of(kind) * sum;
+}
+#endif
 
 INLINE i32lanes no_lanes(void) {
     i32lanes zero;
@@ -119,6 +124,7 @@ INLINE __m512i sum_blocks(const __m512i v[4]) {
 }
 #endif
 
+#if !defined(HAS_NEON)
 /* Lane i of the result is the sum of the lanes of v[i]. */
 INLINE i32x16 sum_lanes16(const i32lanes v[16]) {
     i32x16 r;
@@ -152,6 +158,7 @@ INLINE i32x16 sum_lanes16(const i32lanes v[16]) {
 #endif
     return r;
 }
+#endif
 
 INLINE i32x16 load16_i32(const int32_t *p) {
     i32x16 r;

@@ -6,6 +6,8 @@
 INLINE float half_to_float(uint16_t half) {
 #if defined(__F16C__)
     return _cvtsh_ss(half);
+#elif defined(HAS_NEON)
+    return vgetq_lane_f32(vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(half))), 0);
 #else
     /* Shifted into f32's fields the exponent is 112 too small; a product with 2^112 mends it, for subnormals too. */
     uint32_t bits = (uint32_t)(half & 0x7FFF) << 13, sign = (uint32_t)(half & 0x8000) << 16;
@@ -54,6 +56,10 @@ INLINE f32x16 group_scales16(const struct matrix *w, int row, int first, int n) 
         f32x16 r;
         EACH_PART r.part[part] =
             (f32part)_mm256_cvtph_ps(_mm_loadu_si128((const void *)(w->scales + 2 * i + 16 * part)));
+        return r;
+#elif defined(HAS_NEON)
+        f32x16 r;
+        EACH_PART r.part[part] = (f32part)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(w->scales + 2 * i + 8 * part)));
         return r;
 #endif
     }

@@ -9,8 +9,9 @@
 
 #if defined(__SSE2__)
 #include <immintrin.h>
-#elif defined(__ARM_NEON)
+#elif defined(__ARM_NEON) && defined(__aarch64__)
 #include <arm_neon.h>
+#define HAS_NEON
 #endif
 
 #if defined(__AVX512F__)
