@@ -83,6 +83,18 @@ struct rope {
     float *out;                            /* like x, another array */
 };
 
+struct group_rows {
+    const float *w;                        /* [num_rows, num_columns] */
+    int num_rows, num_columns;
+    int group;                             /* columns that share a scale: a multiple of 64, or all */
+};
+
+struct fp8_rows {
+    const uint8_t *codes;                  /* [num_rows, num_columns], rows of a matrix from first_row on */
+    const float *table, *scales;           /* [256]; of the whole matrix, a row of grid_columns for each block_rows */
+    int num_rows, num_columns, first_row, block_rows, block_columns, grid_columns;
+};
+
 #define MULTIPLY_ADD_STEPS 100000 /* of a task: about a millisecond */
 
 struct kernels {
@@ -105,6 +117,10 @@ struct kernels {
     void (*rope)(const struct rope *a);
     void (*read_all)(const void *data, uint32_t *sums, int num_tasks); /* tasks of 1 MiB */
     double (*multiply_add)(float *sums, int num_tasks);
+    bool (*group_absmax)(const struct group_rows *a, float *out); /* whether all are finite */
+    int (*group_errors)(const struct group_rows *a, const float *scales, int qmax, double *out);
+    void (*pack_rows)(const struct group_rows *a, const float *scales, int bits, uint8_t *out);
+    void (*decode_fp8)(const struct fp8_rows *a, float *out);
     void (*silu_mul)(const float *gate, const float *up, float *out, ptrdiff_t size);
 };
 

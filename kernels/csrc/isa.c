@@ -8,6 +8,7 @@
 #include "limits.h"
 #include "matmul.h"
 #include "norm.h"
+#include "quantize.h"
 #include "rope.h"
 #include "router.h"
 
@@ -30,5 +31,9 @@ const struct kernels TABLE_OF(ISA_NAME) = {
     .rope = rope,
     .read_all = read_all,
     .multiply_add = multiply_add,
+    .group_absmax = group_absmax,
+    .group_errors = group_errors,
+    .pack_rows = pack_rows,
+    .decode_fp8 = decode_fp8,
     .silu_mul = silu_mul,
 };
