@@ -6,9 +6,11 @@
  *
  * read_all and integer_multiply_add are left out: they measure the machine, and their sums mean nothing.
  */
+#include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "fence.h"
 #include "pool.h"
@@ -20,6 +22,7 @@ extern const struct kernels kernels_plain;
 
 static const struct kernels *tables[MAX_TABLES];
 static int num_tables, num_cases, num_failures;
+static char running[200]; /* table and case, for report_fault */
 static uint64_t checksum = 0xCBF29CE484222325u; /* FNV-1a */
 
 /* SplitMix64 */
@@ -72,6 +75,18 @@ static int32_t *some_counts(int n, int low, int high) {
     return counts;
 }
 
+/* Ends the program at an access beyond a fenced array, whose kernel and case it names. */
+static void report_fault(int signal) {
+    (void)signal;
+    static const char what[] = ": touches memory beyond its arrays\n";
+    if (write(STDOUT_FILENO, running, strlen(running)) < 0 || write(STDOUT_FILENO, what, sizeof what - 1) < 0) _exit(2);
+    _exit(1);
+}
+
+static void set_running(const struct kernels *k, const char *what) {
+    snprintf(running, sizeof running, "%s, threads %d: %s", k->name, pool_threads(), what);
+}
+
 /* One call of a kernel, all of whose results are `bytes` at `out`. Returns what the kernel returns. */
 typedef int (*call)(const struct kernels *k, const void *arguments);
 
@@ -80,6 +95,7 @@ static void check(const char *what, call run, const void *arguments, void *out, 
     if (!expected) exit(2);
     memset(out, 0xFF, bytes); /* NaN */
     pool_set_threads(1);
+    set_running(&kernels_plain, what);
     int failed = run(&kernels_plain, arguments);
     memcpy(expected, out, bytes);
     for (size_t i = 0; i < bytes; i++) checksum = (checksum ^ expected[i]) * 0x100000001B3u;
@@ -87,11 +103,12 @@ static void check(const char *what, call run, const void *arguments, void *out, 
         pool_set_threads(threads);
         for (int i = 0; i < num_tables; i++) {
             memset(out, 0xFF, bytes);
+            set_running(tables[i], what);
             failed |= run(tables[i], arguments);
             if (!failed && memcmp(expected, out, bytes) == 0) continue;
             size_t at = 0;
             while (at < bytes && expected[at] == ((uint8_t *)out)[at]) at++;
-            printf("%s, threads %d: %s: byte %zu of %zu differs from plain C\n", tables[i]->name, threads, what, at, bytes);
+            printf("%s: byte %zu of %zu differs from plain C\n", running, at, bytes);
             num_failures++;
         }
     }
@@ -399,6 +416,7 @@ static void check_elementwise(void) {
 }
 
 int main(void) {
+    signal(SIGSEGV, report_fault);
     num_tables = usable_kernels(tables);
     check_matmul();
     check_ffn();
