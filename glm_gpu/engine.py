@@ -48,6 +48,7 @@ class Engine:
         context: positions that a session can hold.
         mtp_head: the multi-token layer, or None where it is not loaded.
         speculation: what decides how many tokens are drafted, over all sessions.
+        row_identity: everything that the bits of cached rows depend on, as text.
         open_s: seconds that opening took.
     """
 
@@ -63,6 +64,7 @@ class Engine:
         self.turn_ids = eos_ids(config, generation, self.tokenizer, chat=True)
         self.sampling_defaults = SamplingParams.from_generation_config(generation)
         self._is_kv_bf16 = options.is_kv_bf16
+        self.row_identity = f"{checkpoint.fingerprint} {options.row_format}"
 
         if options.threads is not None:
             cpu.set_threads(options.threads)

@@ -1,5 +1,6 @@
 """What opening a model comes to, decided from headers and numbers alone: formats, context, where everything goes."""
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -88,6 +89,13 @@ class EngineOptions:
             default if value is None else value for value, default in zip(widths, (4, 4, 64), strict=True)
         )
         return Recipe.from_bits(expert_bits, dense_bits, group)
+
+    @property
+    def row_format(self) -> str:
+        """Which of these options the bits of cached rows depend on, as text."""
+        recipe = hashlib.sha256(repr(self.recipe).encode()).hexdigest()[:8]
+        fast = " fast-math" if self.fast_math else ""
+        return f"{'bf16' if self.is_kv_bf16 else 'f32'} {self.activations} {recipe}{fast}"
 
     @property
     def is_kv_bf16(self) -> bool:

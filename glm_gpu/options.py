@@ -54,6 +54,14 @@ GrammarFile = Annotated[
         metavar="FILE",
     ),
 ]
+Save = Annotated[
+    Path | None, typer.Option("--save", help="Keep the text and its cache in a file, to go on later.", metavar="FILE")
+]
+Resume = Annotated[Path | None, typer.Option("--resume", help="Go on from a file that --save made.", metavar="FILE")]
+Talk = Annotated[
+    Path | None,
+    typer.Option("--resume", help="Go on from this file if it is there, and keep the chat in it.", metavar="FILE"),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 

@@ -147,3 +147,21 @@ def test_a_cut_keeps_all_it_can_and_what_follows_is_as_fresh(tiny_glm, long_text
     drafter.draft([*other, 5], 1)
     assert_cache_is_fresh(drafter, tiny_glm, [*other, 5], other_hidden)
     assert drafter.cut(0) == 0
+
+
+def test_behind_a_beginning_that_was_skipped_it_drafts_from_the_rest(tiny_glm, long_text):
+    ids, hidden = long_text
+    resumed, fresh = new_drafter(tiny_glm), new_drafter(tiny_glm)
+    resumed.skip(100)
+    resumed.observe(ids[100:130], hidden[100:130])
+    fresh.observe(ids[100:130], hidden[100:130])
+    assert resumed.draft(ids[:131], 3) == fresh.draft(ids[100:131], 3)
+    assert resumed.cut(120) == 119
+    resumed.observe(ids[119:140], hidden[119:140])
+    fresh.observe(ids[130:140], hidden[130:140])
+    assert resumed.draft(ids[:141], 3) == fresh.draft(ids[100:141], 3)
+    assert resumed.cut(90) == 90
+    again = new_drafter(tiny_glm)
+    for drafter in (resumed, again):
+        drafter.observe(ids[90:100], hidden[90:100])
+    assert resumed.draft(ids[:101], 2) == again.draft(ids[90:101], 2)

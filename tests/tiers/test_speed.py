@@ -1,5 +1,7 @@
 """Speed from bytes and rates, by hand."""
 
+import dataclasses
+
 import pytest
 
 from glm_gpu.tiers.budget import Budget
@@ -33,6 +35,15 @@ def test_experts_on_disk_bound_by_the_disk():
     speed = expected_speed(plan(4_400_000), SIZES, RATES)  # 4 of 8 experts fit
     assert speed.disk_bytes == pytest.approx(100_000)
     assert speed.tok_s == pytest.approx(1 / max(3_200_000 / 10e9, 100_000 / 1e9))
+
+
+def test_streamed_layers_come_from_the_disk():
+    sizes = dataclasses.replace(SIZES, layer_bytes=(1_000_000,) * 5 + (0,), slab_nbytes=(100_000,) * 5 + (0,))
+    sizes = dataclasses.replace(sizes, slot_nbytes=sizes.slab_nbytes)
+    streamed = make_plan(sizes, Budget(6_000_000, "--ram"), Demand(100, True, (0,) * 6, lambda context: 0, 1))
+    assert streamed.is_streamed
+    on_disk = next(tier.heat_share for tier in streamed.tiers if tier.name == "disk")
+    assert expected_speed(streamed, sizes, RATES).disk_bytes == pytest.approx(5_000_000 + on_disk * 5 * 200_000)
 
 
 def test_rates_are_kept(tmp_path):
