@@ -29,7 +29,8 @@ void check_attend(void) {
                 .key_stride = (ptrdiff_t)KV * key_width, .key_head_stride = key_width, .is_bf16 = is_bf16,
                 .rows = max_rows ? some_rows(T, max_rows, S) : NULL, .max_rows = max_rows,
                 .counts = some_counts(T, 1, max_rows ? max_rows : S), .num_tokens = T, .num_heads = H,
-                .num_kv_heads = KV, .key_width = key_width, .value_width = value_width, .scale = 0.125f, .out = fenced(bytes, 0),
+                .num_kv_heads = KV, .key_width = key_width, .value_width = value_width, .scale = 0.125f,
+                .out = fenced(bytes, 0),
             };
             if (shapes[s][2]) {
                 a.values = floats_or_bf16((size_t)S * KV * value_width, is_bf16);

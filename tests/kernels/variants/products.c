@@ -24,8 +24,9 @@ static int run_matmul(const struct kernels *k, const void *arguments) {
 
 void check_matmul(void) {
     static const int shapes[][3] = { /* T, O, I; 16449 columns are more groups than one panel of the kernels holds */
-        {1, 1, 1},    {1, 3, 31},   {1, 49, 65},  {2, 47, 64},   {3, 48, 33},   {4, 5, 129},   {5, 97, 200},
-        {12, 3, 1023}, {13, 50, 320}, {16, 2, 1024}, {17, 33, 1088}, {33, 7, 127}, {63, 9, 1151}, {1, 5, 16449}, {20, 3, 16449},
+        {1, 1, 1}, {1, 3, 31}, {1, 49, 65}, {2, 47, 64}, {3, 48, 33}, {4, 5, 129}, {5, 97, 200},
+        {12, 3, 1023}, {13, 50, 320}, {16, 2, 1024}, {17, 33, 1088}, {33, 7, 127}, {63, 9, 1151},
+        {1, 5, 16449}, {20, 3, 16449},
     };
     for (int f = 0; f < COUNT(formats); f++)
         for (int mode = is_packed(formats[f].kind) ? MODE_INT16 : MODE_F32; mode <= MODE_F32; mode++)
