@@ -6,7 +6,7 @@
 
 enum layout {
     BY_TOKEN, /* integers [tokens][groups][64]; scales, corrections [tokens][stride] */
-    BY_FOUR,  /* integers [tokens / 4][stride][8][4 tokens][8]; scales, corrections [tokens / 4][stride / 4][4 tokens][4] */
+    BY_FOUR,  /* integers [tokens / 4][stride][8][4 tokens][8]; scales, corrections [tokens / 4][stride][4 tokens][4 alike] */
     BY_SIXTEEN, /* integers [tokens / 16][groups][32][16 tokens][2]; scales, corrections [tokens / 16][stride][16 tokens] */
     AS_FLOATS /* floats [tokens][groups * 64], in order of the columns */
 };
@@ -42,7 +42,8 @@ static int batch_create(struct batch *batch, enum layout layout, int tokens, int
     batch->stride = (int)round_up(batch->groups, 16);
     size_t groups = (size_t)padded * batch->stride;
     size_t element = layout == AS_FLOATS ? sizeof(float) : sizeof(int16_t);
-    size_t values = groups * GROUP * element, bytes = values + groups * 8;
+    size_t factors = layout == BY_FOUR ? groups * 4 : groups;
+    size_t values = groups * GROUP * element, bytes = values + factors * 8;
     bytes = round_up(bytes ? bytes : 1, 64);
     char *memory = batch->memory = aligned_alloc(64, bytes);
     if (!memory) return -1;
@@ -52,7 +53,7 @@ static int batch_create(struct batch *batch, enum layout layout, int tokens, int
     } else {
         batch->integers = (int16_t *)(void *)memory;
         batch->scales = (float *)(void *)(memory + values);
-        batch->corrections = (int32_t *)(void *)(memory + values + groups * 4);
+        batch->corrections = (int32_t *)(void *)(memory + values + factors * 4);
     }
     return 0;
 }
@@ -156,9 +157,8 @@ static void batch_copy_token(struct batch *batch, int to, const struct batch *so
     else
         for (size_t i = 0; i < pieces; i++) memcpy(target + i * 64, bytes + i * 4, 4);
     for (int g = 0; g < groups; g++) {
-        size_t i = wide == 16 ? (block * batch->stride + g) * 16 + lane
-                              : (block * batch->stride + g / 4 * 4) * 4 + lane * 4 + g % 4;
-        batch->scales[i] = scales[g];
-        batch->corrections[i] = corrections[g];
+        const int alike = 16 / wide;
+        const size_t i = (block * batch->stride + g) * 16 + lane * alike;
+        for (int j = 0; j < alike; j++) batch->scales[i + j] = scales[g], batch->corrections[i + j] = corrections[g];
     }
 }

@@ -4,73 +4,107 @@
 
 #if defined(__AVX512VNNI__)
 
-#define FOUR_ROWS 4
-#define FOUR_GROUPS 256 /* 4 rows * 256 groups * 4 tokens of f32 terms are 16 KiB */
+/* sum += w * x in place. As an intrinsic, GCC 12 copies the sums around and spills them: half the speed. */
+INLINE void add_products(__m512i *sum, __m512i w, __m512i x) {
+    __asm__("vpdpwssd %2, %1, %0" : "+v"(*sum) : "v"(w), "vm"(x));
+}
 
-/* Unpacked group as bytes that broadcasts read back: 128 columns bits of four tokens, or 32 bits of sixteen. */
 INLINE void unpack_to(enum kind kind, const uint8_t *data, int16_t out[GROUP]) {
     const i16x64 w = unpack64(kind, data);
     _mm512_store_si512(out, w.v[0]);
     _mm512_store_si512(out + 32, w.v[1]);
 }
 
-/* Lane 4t + i is token t's term of group `first` + i. */
-INLINE __m512 terms_of_four(enum kind kind, const struct product *p, int row, const uint8_t *data, int block,
-                            int first) {
-    const struct batch *x = p->x;
-    const size_t at = (size_t)block * x->stride + first;
-    const int16_t *integers = x->integers + at * 4 * GROUP;
-    __m512i sums[4];
-    float scales[4] = {0};
-    for (int i = 0; i < 4; i++) {
-        sums[i] = _mm512_setzero_si512();
-        if (first + i >= x->groups) continue;
-        _Alignas(64) int16_t weights[GROUP];
+/* Four rows, sixteen groups of each. */
+struct unpacked {
+    _Alignas(64) int16_t weights[4][16][GROUP];
+    float scales[4][16]; /* of group 4 * b + i at [i][4 * b + row] */
+};
+
+/* Groups block .. block+15 of rows row .. row+3; beyond `last_row` that row again, beyond the last group zeros. */
+INLINE void unpack_four(enum kind kind, const struct matrix *w, int row, int last_row, int block, int groups,
+                        struct unpacked *out) {
+    const int n = groups - block < 16 ? groups - block : 16;
+    const bool whole = (block + 16) * GROUP <= w->columns;
+    __m512 s[4];
+    if (!whole) memset(out, 0, sizeof *out);
+    for (int r = 0; r < 4; r++) {
+        const int actual = row + r < last_row ? row + r : last_row;
+        const uint8_t *data = row_data(w, actual);
         uint8_t tail[GROUP];
-        unpack_to(kind, group_data(&p->w, data, first + i, tail), weights);
-        for (int j = 0; j < 8; j++) {
-            __m512i w = _mm512_broadcast_i32x4(_mm_load_si128((const void *)(weights + 8 * j)));
-            sums[i] = _mm512_dpwssd_epi32(sums[i], w, _mm512_load_si512(integers + (i * 8 + j) * 32));
-        }
-        scales[i] = group_scale(&p->w, row, first + i);
+        if (whole)
+            for (int i = 0; i < 16; i++)
+                unpack_to(kind, data + (size_t)(block + i) * group_bytes(kind), out->weights[r][i]);
+        else
+            for (int i = 0; i < n; i++) unpack_to(kind, group_data(w, data, block + i, tail), out->weights[r][i]);
+        s[r] = (__m512)group_scales16(w, actual, block, n).part[0];
     }
-    const __m512i sum = _mm512_sub_epi32(sum_blocks(sums), _mm512_load_si512(x->corrections + at * 4));
-    const __m512 scale = _mm512_mul_ps(_mm512_broadcast_f32x4(_mm_loadu_ps(scales)), _mm512_load_ps(x->scales + at * 4));
-    return _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scale);
+    const __m512 a = _mm512_unpacklo_ps(s[0], s[1]), b = _mm512_unpacklo_ps(s[2], s[3]);
+    const __m512 c = _mm512_unpackhi_ps(s[0], s[1]), d = _mm512_unpackhi_ps(s[2], s[3]);
+    _mm512_store_ps(out->scales[0], _mm512_shuffle_ps(a, b, 0x44));
+    _mm512_store_ps(out->scales[1], _mm512_shuffle_ps(a, b, 0xEE));
+    _mm512_store_ps(out->scales[2], _mm512_shuffle_ps(c, d, 0x44));
+    _mm512_store_ps(out->scales[3], _mm512_shuffle_ps(c, d, 0xEE));
+    /* Without this barrier GCC makes shuffles of the broadcasts that follow; only one port does those, loads are free. */
+    __asm__("" : "+m"(*out));
 }
 
-INLINE void rows_by_four(enum kind kind, const struct product *p, int begin, int end) {
-    _Alignas(64) float terms[FOUR_ROWS][FOUR_GROUPS / 4][16];
-    const int groups = p->x->groups;
-    for (int token = 0; token < p->x->tokens; token += 4)
-        for (int row = begin; row < end; row += FOUR_ROWS) {
-            const int rows = end - row < FOUR_ROWS ? end - row : FOUR_ROWS;
-            __m512 acc = _mm512_setzero_ps(); /* lane 4t + r */
-            for (int first = 0; first < groups; first += FOUR_GROUPS) {
-                const int last = groups - first < FOUR_GROUPS ? groups : first + FOUR_GROUPS;
-                for (int r = 0; r < rows; r++) {
-                    const uint8_t *data = row_data(&p->w, row + r);
-                    for (int g = first; g < last; g += 4)
-                        _mm512_store_ps(terms[r][(g - first) / 4],
-                                        terms_of_four(kind, p, row + r, data, token / 4, g));
-                }
-                for (int g = 0; g < (last - first + 3) / 4; g++) {
-                    __m512 v[4];
-                    for (int r = 0; r < 4; r++) v[r] = _mm512_load_ps(terms[r < rows ? r : 0][g]);
-                    const __m512 a = _mm512_unpacklo_ps(v[0], v[1]), b = _mm512_unpacklo_ps(v[2], v[3]);
-                    const __m512 c = _mm512_unpackhi_ps(v[0], v[1]), d = _mm512_unpackhi_ps(v[2], v[3]);
-                    acc = _mm512_add_ps(acc, _mm512_shuffle_ps(a, b, 0x44));
-                    acc = _mm512_add_ps(acc, _mm512_shuffle_ps(a, b, 0xEE));
-                    acc = _mm512_add_ps(acc, _mm512_shuffle_ps(c, d, 0x44));
-                    acc = _mm512_add_ps(acc, _mm512_shuffle_ps(c, d, 0xEE));
-                }
+/* The bytes that unpack_four will read for the next sixteen groups. */
+INLINE void prefetch_four(enum kind kind, const struct matrix *w, int row, int last_row, int block) {
+    for (int r = row; r < row + 4 && r <= last_row; r++) {
+        const uint8_t *data = row_data(w, r) + (size_t)block * group_bytes(kind);
+        for (int i = 0; i < 16 * group_bytes(kind); i += 64) _mm_prefetch((const void *)(data + i), _MM_HINT_T0);
+        if (w->scale_group)
+            _mm_prefetch((const void *)(w->scales + ((size_t)r * scales_per_row(w) + block) * 4), _MM_HINT_T0);
+    }
+}
+
+/* Four rows times four tokens; lane 4t + r of acc. */
+INLINE __m512 add_four(const struct unpacked *unpacked, const struct batch *x, int token, int block, __m512 acc) {
+    for (int i = 0; i < 16 && block + i < x->groups; i++) {
+        const size_t at = (size_t)(token / 4) * x->stride + block + i;
+        const int16_t *integers = x->integers + at * 4 * GROUP;
+        __m512i sums[4];
+        for (int r = 0; r < 4; r++) sums[r] = _mm512_setzero_si512();
+#pragma GCC unroll 8
+        for (int k = 0; k < 8; k++) {
+            const __m512i values = _mm512_load_si512(integers + 32 * k);
+#pragma GCC unroll 4
+            for (int r = 0; r < 4; r++) {
+                const void *eight = unpacked->weights[r][i] + 8 * k;
+                add_products(&sums[r], _mm512_broadcast_i32x4(_mm_load_si128(eight)), values);
             }
+        }
+        const __m512i sum = _mm512_sub_epi32(sum_blocks(sums), _mm512_load_si512(x->corrections + 16 * at));
+        const __m512 scales = _mm512_broadcast_f32x4(_mm_load_ps(unpacked->scales[i % 4] + i / 4 * 4));
+        const __m512 scale = _mm512_mul_ps(scales, _mm512_load_ps(x->scales + 16 * at));
+        acc = _mm512_add_ps(acc, _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scale));
+    }
+    return acc;
+}
+
+/* All groups of a block are unpacked before the first is read back, since a 16-byte load from a 64-byte store in flight
+ * would stall. All rows of the chunk pass over one block of activations, 8 KiB that stay in the first-level cache. */
+INLINE void rows_by_four(enum kind kind, const struct product *p, int begin, int end) {
+    const struct batch *x = p->x;
+    struct unpacked unpacked;
+    for (int token = 0; token < x->tokens; token += 4) {
+        __m512 acc[CHUNK_ROWS / 4];
+        for (int i = 0; i < CHUNK_ROWS / 4; i++) acc[i] = _mm512_setzero_ps();
+        for (int block = 0; block < x->groups; block += 16)
+            for (int row = begin; row < end; row += 4) {
+                if (block + 16 < x->groups) prefetch_four(kind, &p->w, row, end - 1, block + 16);
+                unpack_four(kind, &p->w, row, end - 1, block, x->groups, &unpacked);
+                acc[(row - begin) / 4] = add_four(&unpacked, x, token, block, acc[(row - begin) / 4]);
+            }
+        for (int row = begin; row < end; row += 4) {
             float sums[16];
-            _mm512_storeu_ps(sums, acc);
-            for (int t = 0; t < 4 && token + t < p->x->tokens; t++)
-                for (int r = 0; r < rows; r++)
+            _mm512_storeu_ps(sums, acc[(row - begin) / 4]);
+            for (int t = 0; t < 4 && token + t < x->tokens; t++)
+                for (int r = 0; r < 4 && row + r < end; r++)
                     product_row(p, token + t)[row + r] = sums[4 * t + r] * row_scale(&p->w, row + r);
         }
+    }
 }
 
 /* `rows` rows times 16 * `wide` tokens of one group, added to acc [rows][wide]. rows * wide = 24 sums stay in registers,
@@ -79,22 +113,29 @@ INLINE void tile(const int rows, const int wide, const int16_t (*weights)[GROUP]
                  const int16_t *const integers[4], const float *const x_scales[4], const int32_t *const corrections[4],
                  float (*acc)[4][16]) {
     __m512i sums[24];
+#pragma GCC unroll 4
     for (int v = 0; v < wide; v++) {
         const __m512i start = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_load_si512(corrections[v]));
+#pragma GCC unroll 24
         for (int r = 0; r < rows; r++) sums[r * wide + v] = start;
     }
+#pragma GCC unroll 1
     for (int k = 0; k < GROUP / 2; k++) {
         __m512i x[4];
         for (int v = 0; v < wide; v++) x[v] = _mm512_load_si512(integers[v] + k * 32);
+#pragma GCC unroll 24
         for (int r = 0; r < rows; r++) {
             int32_t pair;
             memcpy(&pair, weights[r] + 2 * k, 4);
             const __m512i w = _mm512_set1_epi32(pair);
-            for (int v = 0; v < wide; v++) sums[r * wide + v] = _mm512_dpwssd_epi32(sums[r * wide + v], w, x[v]);
+#pragma GCC unroll 4
+            for (int v = 0; v < wide; v++) add_products(&sums[r * wide + v], w, x[v]);
         }
     }
+#pragma GCC unroll 4
     for (int v = 0; v < wide; v++) {
         const __m512 x_scale = _mm512_load_ps(x_scales[v]);
+#pragma GCC unroll 24
         for (int r = 0; r < rows; r++) {
             const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(scales[r]), x_scale);
             const __m512 term = _mm512_mul_ps(_mm512_cvtepi32_ps(sums[r * wide + v]), scale);
