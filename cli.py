@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from glm_gpu import commands_convert, report
+from glm_gpu import commands_bench, commands_convert, report
 from glm_gpu import options as opt
 from glm_gpu.errors import GlmGpuError, RequestError
 
@@ -190,6 +190,7 @@ def doctor(model: opt.ModelOptions, as_json: opt.Json = False) -> None:
 
 
 commands_convert.register(app)
+commands_bench.register(app)
 
 
 @contextmanager

@@ -22,7 +22,12 @@ class CacheLayout:
     @property
     def bytes_per_token(self) -> int:
         """Bytes that one position takes over all layers."""
-        return sum(sum(streams.values()) for streams in self.widths) * (2 if self.is_bf16 else 4)
+        return sum(sum(streams.values()) for streams in self.widths) * self.item_bytes
+
+    @property
+    def item_bytes(self) -> int:
+        """Bytes of one value."""
+        return 2 if self.is_bf16 else 4
 
 
 class KVCache:

@@ -18,6 +18,8 @@ from glm_gpu.safetensors_index import ShardIndex, TensorInfo, index_shards
 from glm_gpu.stored import SCALES_SUFFIX, StoredMatrix, stored_matrices
 
 FP8_SCALE_SUFFIX = "_scale_inv"
+# Of each shard: no two models have the same weights there.
+FINGERPRINT_BYTES = 4096
 _PLAIN_DTYPES = {"F32", "F16", "BF16"}
 
 
@@ -88,9 +90,18 @@ class Checkpoint:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits that tell models apart: config.json and every name, type, shape and offset, no weights."""
-        config = (self.path / "config.json").read_bytes()
-        return hashlib.sha256(hashlib.sha256(config).digest() + self._digest).hexdigest()[:16]
+        """16 hex digits that tell models apart, fine-tunes of one model included.
+
+        Made from config.json, every name, type, shape and offset, and the first page of data in each shard.
+        """
+        digest = hashlib.sha256(hashlib.sha256((self.path / "config.json").read_bytes()).digest() + self._digest)
+        first = {}
+        for info in self._tensors.values():
+            first[info.shard] = min(first.get(info.shard, info.begin), info.begin)
+        for shard in self.shards:
+            if shard in first:
+                digest.update(os.pread(self._descriptor(shard), FINGERPRINT_BYTES, first[shard]))
+        return digest.hexdigest()[:16]
 
     def info(self, name: str) -> TensorInfo:
         """Where a tensor lies, in constant time.

@@ -1,5 +1,6 @@
 """Everything that is opened once: a checkpoint, its weights in memory, its tokenizer, and the sessions over them."""
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,14 +14,17 @@ from glm_gpu.batch import Batch
 from glm_gpu.chat import ChatTemplate, eos_ids
 from glm_gpu.checkpoint import Checkpoint
 from glm_gpu.errors import CapacityError, CheckpointError, RequestError
+from glm_gpu.grammar import Constraint, Grammar, GrammarVocabulary
 from glm_gpu.json_file import read_json_object
 from glm_gpu.kernels import cpu
+from glm_gpu.model.mtp import MtpHead
 from glm_gpu.model.numerics import Numerics
 from glm_gpu.model.transformer import Transformer, cache_layout
 from glm_gpu.model.weights import load_weights
 from glm_gpu.recipe import Recipe, tensor_class
 from glm_gpu.sampling import SamplingParams, logprobs
 from glm_gpu.session import PREFILL_CHUNK, Session
+from glm_gpu.speculative import MtpDrafter, SpeculateMode, Speculator, WidthPolicy
 from glm_gpu.tensors import expected_tensors, validate_tensors
 from glm_gpu.tiers.files import ExpertFiles
 from glm_gpu.tiers.heat import Heat
@@ -29,6 +33,8 @@ from glm_gpu.tiers.residency import slots_for_all
 from glm_gpu.tiers.store import TieredStore
 from glm_gpu.tokenizer import Tokenizer
 from glm_gpu.units import format_bytes
+
+log = logging.getLogger(__name__)
 
 DEMO_MODEL = Path(__file__).parent / "demo"
 # What a context takes when none is asked for; GLM-5.2 itself allows 1,048,576 positions, 90 GiB of cache.
@@ -50,7 +56,8 @@ class EngineOptions:
         threads: of the kernels.
         ram: bytes that weights, experts and one session's cache may take.
         fast_math: allow kernels whose last bits depend on how a prompt is cut.
-        mtp: load the multi-token layer too.
+        speculate: which drafts are verified: "auto" takes those that pay, "mtp", "ngram" and "grammar" one kind alone
+            and always, "off" none.
     """
 
     expert_bits: int | None = None
@@ -63,7 +70,7 @@ class EngineOptions:
     threads: int | None = None
     ram: int | None = None
     fast_math: bool = False
-    mtp: bool = False
+    speculate: SpeculateMode = "auto"
     prefetch: PrefetchMode = "auto"
 
     @property
@@ -115,6 +122,7 @@ class Engine:
         sampling_defaults: what the checkpoint's generation_config.json recommends.
         context: positions that a session can hold.
         memory: what it takes.
+        speculation: what decides how many tokens are drafted, over all sessions.
         open_s: seconds that opening took.
     """
 
@@ -132,13 +140,19 @@ class Engine:
 
         if options.threads is not None:
             cpu.set_threads(options.threads)
-        layers = list(config.sparse_layers) + ([config.mtp_layer] if options.mtp else [])
-        weights = load_weights(checkpoint, config, recipe, options.mtp)
+        layers = list(config.sparse_layers) + ([config.mtp_layer] if opening.loads_mtp else [])
+        weights = load_weights(checkpoint, config, recipe, opening.loads_mtp)
         files = ExpertFiles(checkpoint, recipe, layers)
         heat = Heat(config.num_hidden_layers + 1, config.n_routed_experts)
         self.store = TieredStore(files, slots_for_all(files), heat, prefetch=options.prefetch)
         numerics = Numerics(options.activations, explicit_prefill=options.fast_math)
         self.model = Transformer(config, weights, self.store, numerics)
+        self._speculate: SpeculateMode = options.speculate
+        self.speculation = WidthPolicy(min_width=0 if options.speculate == "auto" else 1)
+        self._mtp_head = MtpHead(self.model) if opening.loads_mtp else None
+        if config.mtp_layer is not None and not opening.has_mtp and options.speculate == "auto":
+            log.warning("%s: no MTP head in this checkpoint; running without its drafts", checkpoint.path)
+        self._vocabulary: GrammarVocabulary | None = None
         self.open_s = time.perf_counter() - began
 
     @classmethod
@@ -171,7 +185,28 @@ class Engine:
     def session(self, is_chat: bool = False) -> Session:
         """A new sequence with a cache of its own; in a chat, a marker of another turn ends the answer too."""
         cache = self.model.new_cache(self.context, self._is_kv_bf16)
-        return Session(self.model, cache, self.turn_ids if is_chat else self.eos_ids)
+        return Session(self.model, cache, self.turn_ids if is_chat else self.eos_ids, self.speculator())
+
+    def speculator(self) -> Speculator:
+        """Drafts for a new sequence."""
+        mtp = None
+        if self._mtp_head is not None:
+            shares_selection = self.config.index_share_for_mtp_iteration
+            mtp = MtpDrafter(self._mtp_head, self.context, self._is_kv_bf16, shares_selection)
+        return Speculator(self._speculate, self.speculation, mtp)
+
+    def constraint(self, grammar: Grammar) -> Constraint:
+        """A grammar made ready for one answer of this model.
+
+        Raises:
+            RequestError: the model has no tokenizer, or the grammar cannot be used with it.
+        """
+        if self.tokenizer is None:
+            raise RequestError(f"{self.checkpoint.path} has no tokenizer.json; a grammar needs one")
+        if self._vocabulary is None:
+            path, end_ids = self.checkpoint.path / "tokenizer.json", self.eos_ids | self.turn_ids
+            self._vocabulary = GrammarVocabulary(path, self.config.vocab_size, end_ids)
+        return self._vocabulary.start(grammar)
 
     def logits(self, ids: Sequence[int]) -> Iterator[np.ndarray]:
         """Teacher-forced logits in order, a chunk of rows at a time: [<= 512, V] f32. The tokens are one context.
@@ -207,10 +242,11 @@ class Engine:
 
 @dataclass(frozen=True)
 class Opening:
-    """What opening a model comes to: positions a session holds, whether the multi-token layer is there, memory."""
+    """What opening a model comes to: positions a session holds, whether the multi-token layer is there, and used."""
 
     context: int
     has_mtp: bool
+    loads_mtp: bool
     memory: MemoryUse
 
 
@@ -219,16 +255,21 @@ def check_opening(checkpoint: Checkpoint, options: EngineOptions) -> Opening:
     config, recipe = checkpoint.config, options.recipe
     context = _context(options.context, config.max_position_embeddings)
     has_mtp = validate_tensors(config, checkpoint)
-    if options.mtp and not has_mtp:
+    if options.speculate == "mtp" and not has_mtp:
         raise CheckpointError(
-            f"{checkpoint.path}: no multi-token (MTP) layer in this checkpoint; run it without speculation by MTP, "
-            "or convert it again from a source that has the layer"
+            f"{checkpoint.path}: no MTP head in this checkpoint, which --speculate mtp needs; use another --speculate, "
+            "or convert the model again from a source that has the layer"
         )
     _check_stored(checkpoint, recipe, options)
     cache_bytes = cache_layout(config, options.is_kv_bf16).bytes_per_token * context
-    memory = memory_use(checkpoint, recipe, cache_bytes, options.mtp)
+    memory = memory_use(checkpoint, recipe, cache_bytes, options.speculate == "mtp")
     _check_budget(memory, options.ram)
-    return Opening(context, has_mtp, memory)
+    loads_mtp = options.speculate == "mtp"
+    if options.speculate == "auto" and has_mtp:
+        memory_with_mtp = memory_use(checkpoint, recipe, cache_bytes, True)
+        loads_mtp = memory_with_mtp.total_bytes <= _limit(options.ram)
+        memory = memory_with_mtp if loads_mtp else memory
+    return Opening(context, has_mtp, loads_mtp, memory)
 
 
 def memory_use(checkpoint: Checkpoint, recipe: Recipe, cache_bytes: int, with_mtp: bool) -> MemoryUse:
@@ -259,8 +300,12 @@ def _context(asked: int | None, longest: int) -> int:
     return asked
 
 
+def _limit(ram: int | None) -> int:
+    return machine.memory().available if ram is None else ram
+
+
 def _check_budget(memory: MemoryUse, ram: int | None) -> None:
-    limit = machine.memory().available if ram is None else ram
+    limit = _limit(ram)
     if memory.total_bytes > limit:
         raise CapacityError(
             f"the model needs {format_bytes(memory.total_bytes)} (dense weights {format_bytes(memory.dense_bytes)}, "

@@ -2,42 +2,21 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
+from glm_gpu.answer import Answer, GenerationStats
 from glm_gpu.batch import Batch
 from glm_gpu.cache import KVCache
 from glm_gpu.errors import RequestError
+from glm_gpu.grammar import Constraint
 from glm_gpu.model.transformer import Transformer
-from glm_gpu.sampling import SamplingParams, make_rng, sample
+from glm_gpu.sampling import SamplingParams
+from glm_gpu.speculative import Speculator
 
 # Rows of a prompt that go through the model at once: enough to use every weight many times, and few enough that their
 # activations stay below 200 MB at GLM-5.2's widths.
 PREFILL_CHUNK = 512
-
-
-@dataclass
-class GenerationStats:
-    """What one answer took. `reused_tokens` of the prompt were already cached."""
-
-    prompt_tokens: int
-    reused_tokens: int = 0
-    completion_tokens: int = 0
-    prefill_s: float = 0.0
-    decode_s: float = 0.0
-    finish_reason: Literal["stop", "length"] | None = None
-
-    @property
-    def prefill_tok_s(self) -> float:
-        """Prompt tokens a second, those that were already cached not counted."""
-        return (self.prompt_tokens - self.reused_tokens) / self.prefill_s if self.prefill_s else 0.0
-
-    @property
-    def decode_tok_s(self) -> float:
-        """Tokens a second after the first, which prefill yields."""
-        return (self.completion_tokens - 1) / self.decode_s if self.decode_s and self.completion_tokens > 1 else 0.0
 
 
 class Session:
@@ -47,12 +26,14 @@ class Session:
         model: shared with other sessions, one pass at a time.
         cache: this session's own, empty.
         eos_ids: tokens that end an answer.
+        speculator: drafts for this sequence; changes how many passes an answer takes, never the answer.
     """
 
-    def __init__(self, model: Transformer, cache: KVCache, eos_ids: frozenset[int]) -> None:
+    def __init__(self, model: Transformer, cache: KVCache, eos_ids: frozenset[int], speculator: Speculator) -> None:
         self._model = model
         self._cache = cache
         self._eos_ids = eos_ids
+        self._speculator = speculator
         self._cached_ids: list[int] = []
         self.last: GenerationStats | None = None
 
@@ -66,7 +47,12 @@ class Session:
         self._cut(0)
 
     def generate(
-        self, prompt_ids: Sequence[int], params: SamplingParams, max_tokens: int | None = None, ignore_eos: bool = False
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        max_tokens: int | None = None,
+        ignore_eos: bool = False,
+        constraint: Constraint | None = None,
     ) -> Iterator[int]:
         """The answer to a prompt, token by token; `last` tells how it went.
 
@@ -77,13 +63,18 @@ class Session:
             prompt_ids: the whole prompt, what earlier calls fed or yielded included.
             max_tokens: at most so many tokens; None or too many: as many as the context has room for.
             ignore_eos: treat end tokens as any other. Otherwise they end the answer and are not yielded.
+            constraint: what the answer must conform to, at its beginning; it alone then decides where the answer may
+                end, whatever `ignore_eos` says.
 
         Raises:
-            RequestError: the prompt is empty, has ids outside the vocabulary, or leaves no room in the context.
+            RequestError: the prompt is empty, has ids outside the vocabulary, or leaves no room in the context; later,
+                the constraint cannot be followed.
         """
         room = self._cache.max_length - len(prompt_ids)
         self._check(prompt_ids, room, max_tokens)
-        return self._generate(list(prompt_ids), params, min(room, max_tokens or room), ignore_eos)
+        end_ids = constraint.end_ids if constraint else frozenset() if ignore_eos else self._eos_ids
+        max_tokens = min(room, max_tokens or room)
+        return self._generate(Answer(list(prompt_ids), params, max_tokens, end_ids, constraint))
 
     def _check(self, prompt_ids: Sequence[int], room: int, max_tokens: int | None) -> None:
         vocab_size = self._model.config.vocab_size
@@ -100,41 +91,64 @@ class Session:
         if max_tokens is not None and max_tokens < 1:
             raise RequestError(f"max_tokens is {max_tokens}, expected at least 1")
 
-    def _generate(self, ids: list[int], params: SamplingParams, max_tokens: int, ignore_eos: bool) -> Iterator[int]:
-        rng = make_rng(params.seed)
-        self._cut(min(common_prefix(self._cached_ids, ids), len(ids) - 1))
-        stats = self.last = GenerationStats(len(ids), reused_tokens=len(self._cached_ids))
+    def _generate(self, answer: Answer) -> Iterator[int]:
+        self._cut(min(common_prefix(self._cached_ids, answer.ids), len(answer.ids) - 1))
+        stats = self.last = answer.stats
+        stats.reused_tokens = len(self._cached_ids)
         began = time.perf_counter()
-        logits = self._prefill(ids[len(self._cached_ids) :])
+        logits = self._prefill(answer.ids[len(self._cached_ids) :])
         stats.prefill_s = time.perf_counter() - began
+        answer.choose(logits)
         while True:
-            token_id = sample(logits, params, ids, rng, stats.prompt_tokens)
-            if token_id in self._eos_ids and not ignore_eos:
-                stats.finish_reason = "stop"
+            while (num_shown := stats.prompt_tokens + stats.completion_tokens) < len(answer.ids):
+                stats.completion_tokens += 1
+                if num_shown + 1 == len(answer.ids):
+                    stats.finish_reason = answer.finish_reason
+                yield answer.ids[num_shown]
+            stats.finish_reason = answer.finish_reason
+            if answer.is_finished:
                 return
-            ids.append(token_id)
-            stats.completion_tokens += 1
-            if stats.completion_tokens == max_tokens:
-                stats.finish_reason = "length"
-                yield token_id
-                return
-            yield token_id
             began = time.perf_counter()
-            logits = self._feed([token_id], "decode")
+            self._decode(answer)
             stats.decode_s += time.perf_counter() - began
 
     def _prefill(self, ids: list[int]) -> np.ndarray:
-        for start in range(0, len(ids) - PREFILL_CHUNK, PREFILL_CHUNK):
-            self._feed(ids[start : start + PREFILL_CHUNK], "prefill", no_logits=True)
-        return self._feed(ids[(len(ids) - 1) // PREFILL_CHUNK * PREFILL_CHUNK :], "prefill")
+        """Run a prompt's new tokens; the last one's logits, [V] f32."""
+        for start in range(0, len(ids), PREFILL_CHUNK):
+            chunk = ids[start : start + PREFILL_CHUNK]
+            is_last = start + PREFILL_CHUNK >= len(ids)
+            output = self._model.forward(Batch.of([(chunk, self._cache)], "prefill", no_logits=not is_last))
+            self._keep(chunk, output.hidden)
+        return output.logits[0]
 
-    def _feed(self, ids: list[int], phase: Literal["prefill", "decode"], no_logits: bool = False) -> np.ndarray:
-        """Run a pass over new tokens; the last one's logits, [V] f32, unless none are wanted."""
-        output = self._model.forward(Batch.of([(ids, self._cache)], phase, no_logits=no_logits))
+    def _decode(self, answer: Answer) -> None:
+        """One pass over the last token and the drafts behind it; the answer grows by one token at least, or ends."""
+        num_before, stats = len(answer.ids), answer.stats
+        drafted_ids = self._speculator.propose(answer.ids, answer.num_left - 1, answer.constraint)
+        rows = [answer.ids[-1], *drafted_ids]
+        began = time.perf_counter()
+        output = self._model.forward(Batch.of([(rows, self._cache)], "decode", all_logits=True))
+        self._speculator.policy.times.observe(len(rows), time.perf_counter() - began)
+        num_accepted = 0
+        try:
+            chosen_ids = answer.verify(drafted_ids, output.logits)
+            num_accepted = common_prefix(drafted_ids, answer.ids[num_before:])
+        finally:
+            num_kept = 1 + num_accepted
+            self._keep(rows[:num_kept], output.hidden[:num_kept])
+            self._cache.truncate(len(self._cached_ids))
+        self._speculator.learn(chosen_ids)
+        stats.num_passes += 1
+        stats.drafted_tokens += len(drafted_ids)
+        stats.accepted_tokens += num_accepted
+
+    def _keep(self, ids: list[int], hidden: np.ndarray) -> None:
+        """Count tokens that a pass has run as cached for good."""
         self._cached_ids += ids
-        return output.logits[0] if not no_logits else output.logits
+        self._speculator.observe(ids, hidden)
 
     def _cut(self, length: int) -> None:
+        length = self._speculator.cut(length)
         self._cache.truncate(length)
         del self._cached_ids[length:]
 

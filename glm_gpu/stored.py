@@ -5,6 +5,7 @@ without it the container is taken for one that colibri wrote: F32 scales, and on
 """
 
 from dataclasses import dataclass
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -16,7 +17,8 @@ from glm_gpu.safetensors_index import TensorInfo
 from glm_gpu.tensors import expected_tensors
 
 SCALES_SUFFIX = ".qs"
-# in the order of preference where they mean the same: a single group in every row
+_PACKED_FORMATS = tuple(format for format in FORMATS.values() if format.is_packed)
+# the first that fits is taken: where several do, every row has one group and they mean the same
 _INT4_FORMATS = (FORMATS["int4"], FORMATS["int4_g64"], FORMATS["int4_g128"])
 
 
@@ -34,6 +36,16 @@ class StoredMatrix:
     shape: tuple[int, int]
     scale_dtype: np.dtype
 
+    @cached_property
+    def data_nbytes(self) -> int:
+        """Bytes of NAME."""
+        return self.format.data_nbytes(*self.shape)
+
+    @cached_property
+    def scales_nbytes(self) -> int:
+        """Bytes of NAME.qs."""
+        return self.format.scale_count(*self.shape) * self.scale_dtype.itemsize
+
 
 def stored_matrices(
     tensors: dict[str, TensorInfo], config: ModelConfig, manifest: Manifest | None
@@ -50,22 +62,26 @@ def stored_matrices(
             shard = tensors[name + SCALES_SUFFIX].shard
             raise CheckpointError(f"{shard}: {name} is {found}, expected U8 beside its scales; convert the model again")
     if manifest is not None:
-        return {name: _from_manifest(name, tensors, config, manifest) for name in packed}
+        return _from_manifest(packed, tensors, config, manifest)
     return _recognise(packed, tensors, config) if packed else {}
 
 
-def _from_manifest(name: str, tensors: dict[str, TensorInfo], config: ModelConfig, manifest: Manifest) -> StoredMatrix:
-    stored, shape = manifest.stored(name, config)
-    matrix = StoredMatrix(stored.format, shape, SCALE_DTYPES[stored.scale_dtype])
-    scales = tensors[name + SCALES_SUFFIX]
-    expected = (stored.format.data_nbytes(*shape), stored.scale_dtype, stored.format.scale_count(*shape))
-    found = (tensors[name].nbytes, scales.dtype, scales.nbytes // matrix.scale_dtype.itemsize)
-    if found != expected:
-        raise CheckpointError(
-            f"{scales.shard}: {name}: {found[0]} bytes and {found[2]} scales ({found[1]}), {MANIFEST_FILE} expects "
-            f"{expected[0]} and {expected[2]} ({expected[1]}); convert the model again"
-        )
-    return matrix
+def _from_manifest(
+    packed: list[str], tensors: dict[str, TensorInfo], config: ModelConfig, manifest: Manifest
+) -> dict[str, StoredMatrix]:
+    result = {}
+    for name in packed:
+        stored, shape = manifest.stored(name, config)
+        scales = tensors[name + SCALES_SUFFIX]
+        matrix = _matrix(stored.format, shape, stored.scale_dtype)
+        if not _fits(matrix, tensors[name], scales):
+            raise CheckpointError(
+                f"{scales.shard}: {name}: {tensors[name].nbytes} bytes and {scales.nbytes} of {scales.dtype} scales, "
+                f"{MANIFEST_FILE} expects {matrix.data_nbytes} and {matrix.scales_nbytes} of {stored.scale_dtype} "
+                f"({stored.format.name}, {list(shape)}); convert the model again"
+            )
+        result[name] = matrix
+    return result
 
 
 def _recognise(packed: list[str], tensors: dict[str, TensorInfo], config: ModelConfig) -> dict[str, StoredMatrix]:
@@ -79,20 +95,19 @@ def _recognise(packed: list[str], tensors: dict[str, TensorInfo], config: ModelC
         if shape is None or len(shape) != 2:
             continue  # nothing the model reads
         scales = tensors[name + SCALES_SUFFIX]
-        fitting = [
-            format for format in FORMATS.values() if format.is_packed and _fits(format, shape, tensors[name], scales)
-        ]
-        widths = {format.bits for format in fitting}
+        matrices = (_matrix(format, shape, "F32") for format in _PACKED_FORMATS)
+        fitting = [matrix for matrix in matrices if _fits(matrix, tensors[name], scales)]
+        widths = {matrix.format.bits for matrix in fitting}
         if len(widths) != 1:
             raise CheckpointError(
                 f"{scales.shard}: {name}: {tensors[name].nbytes} bytes with {scales.nbytes} bytes of {scales.dtype} "
                 f"scales fit {'several formats' if widths else 'no format'} for shape {list(shape)}; "
                 f"convert the model again to get {MANIFEST_FILE}"
             )
-        result[name] = StoredMatrix(fitting[0], shape, SCALE_DTYPES["F32"])
+        result[name] = fitting[0]
         if widths == {4}:
             int4_names.append(name)
-            int4_candidates &= set(fitting)
+            int4_candidates &= {matrix.format for matrix in fitting}
     if int4_names and not int4_candidates:
         raise CheckpointError(
             f"{tensors[int4_names[0]].shard.parent}: {int4_names[0]} and {len(int4_names) - 1} other int4 weights fit "
@@ -100,10 +115,16 @@ def _recognise(packed: list[str], tensors: dict[str, TensorInfo], config: ModelC
         )
     for name in int4_names:
         format = next(format for format in _INT4_FORMATS if format in int4_candidates)
-        result[name] = StoredMatrix(format, shapes[name], SCALE_DTYPES["F32"])
+        result[name] = _matrix(format, shapes[name], "F32")
     return result
 
 
-def _fits(format: Format, shape: tuple[int, int], data: TensorInfo, scales: TensorInfo) -> bool:
-    has_scales = scales.dtype == "F32" and scales.nbytes == 4 * format.scale_count(*shape)
-    return has_scales and data.nbytes == format.data_nbytes(*shape)
+@cache
+def _matrix(format: Format, shape: tuple[int, int], scale_dtype: str) -> StoredMatrix:
+    """One object for the thousands of weights that are stored alike."""
+    return StoredMatrix(format, shape, SCALE_DTYPES[scale_dtype])
+
+
+def _fits(matrix: StoredMatrix, data: TensorInfo, scales: TensorInfo) -> bool:
+    sizes = (data.nbytes, scales.nbytes)
+    return sizes == (matrix.data_nbytes, matrix.scales_nbytes) and SCALE_DTYPES.get(scales.dtype) == matrix.scale_dtype

@@ -11,7 +11,7 @@ def attend_latent(q, cache, value_width, rows, counts, scale):
     """Attention in latent space: every head scores the same cached rows, whose first columns are also the values.
 
     Score of row j is dot(q, cache[j]) * scale; e_j = exp(score_j - max); the result is the sum of e_j * value_j in
-    order of j, divided by the sum of e_j.
+    order of j, divided by the `lane_sum` of e_j.
 
     Args:
         q: [T, H, W] f32, absorbed query and rotated rope query.

@@ -354,3 +354,16 @@ def test_unsupported_model_is_refused_before_its_shards_are_looked_at(tmp_path):
 def test_missing_folder_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=r"nowhere: no such folder"):
         Checkpoint.open(tmp_path / "nowhere")
+
+
+def test_fingerprint_tells_fine_tunes_with_the_same_config_apart(oracle_dir, copy_oracle):
+    copy = copy_oracle("tiny_glm")
+    shard = sorted(copy.glob("*.safetensors"))[1]
+    with Checkpoint.open(copy) as checkpoint:
+        before = checkpoint.fingerprint
+        first = min(checkpoint.info(name).begin for name in checkpoint.names if checkpoint.info(name).shard == shard)
+    content = bytearray(shard.read_bytes())
+    content[first] ^= 1
+    shard.write_bytes(content)
+    with Checkpoint.open(copy) as checkpoint:
+        assert checkpoint.fingerprint != before

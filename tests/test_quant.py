@@ -128,6 +128,11 @@ def test_int4_fills_the_unused_nibble_with_eight_and_ignores_it_when_reading():
         assert unpack(QuantizedMatrix(matrix.format, matrix.shape, data, matrix.scales)).tolist() == [[7, -7, 3]]
 
 
+def test_weights_are_divided_and_not_multiplied_by_a_reciprocal():
+    # 0.6787021 / (1.3574042 / 7) is 3.5 in f32 and rounds to 4; times the rounded reciprocal it would be 3.4999998
+    assert unpack(quantize(np.float32([[1.3574042, 0.6787021]]), FORMATS["int4"])).tolist() == [[7, 4]]
+
+
 def test_f16_scale_is_the_divisor():
     weight = np.float32([[1.0, 0.35]])
     matrix = quantize(weight, FORMATS["int8"], np.float16)
@@ -140,6 +145,12 @@ def test_f16_scale_never_is_zero():
     matrix = quantize(np.zeros((1, 4), np.float32), FORMATS["int8"], np.float16)
     assert matrix.scales[0, 0] == np.float16(2**-24)
     assert not dequantize(matrix).any()
+
+
+def test_f16_scale_that_was_rounded_down_far_clips_to_the_stored_range():
+    largest = np.float32(9.8 * 2.0**-24)  # its scale, 1.4 x 2^-24, becomes 2^-24
+    matrix = quantize(np.float32([[-largest, largest]]), FORMATS["int4"], np.float16)
+    assert unpack(matrix).tolist() == [[-8, 7]]
 
 
 def test_scale_too_large_for_f16_is_refused():

@@ -1,6 +1,8 @@
 """Files that other readers understand, with data on a page border, visible only when complete."""
 
 import hashlib
+import os
+import stat
 
 import numpy as np
 import pytest
@@ -84,6 +86,21 @@ def test_nothing_lies_under_the_final_name_before_the_last_byte(tmp_path):
     write_safetensors(path, [("a", "U8", (4,), look)])
     assert seen == ["x.safetensors.partial"]
     assert path.exists()
+
+
+def test_bytes_are_on_the_disk_before_the_file_gets_its_name_and_the_name_after(tmp_path, monkeypatch):
+    path = tmp_path / "x.safetensors"
+    events = []
+    fsync = os.fsync
+
+    def record(descriptor):
+        is_folder = stat.S_ISDIR(os.fstat(descriptor).st_mode)
+        events.append(("folder" if is_folder else os.fstat(descriptor).st_size, path.exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    written = write_safetensors(path, [("a", "U8", (4,), b"abcd")])
+    assert events == [(written.nbytes, False), ("folder", True)]
 
 
 def test_data_of_another_size_is_refused(tmp_path):

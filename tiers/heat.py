@@ -7,8 +7,8 @@ from glm_gpu.batch import Phase
 PHASES: tuple[Phase, ...] = ("prefill", "decode")
 # Half-lives in tokens: the slow signal tells what a model or a user's subject favours, the fast one what the text is
 # about now. Tuned on the demo's recorded traces, see `policy`.
-SLOW_HALF_LIFE = 512.0
-FAST_HALF_LIFE = 16.0
+SLOW_HALF_LIFE = 1024.0
+FAST_HALF_LIFE = 32.0
 _SLOW, _FAST = 0, 1
 # Weights grow as 2^(token / half life) until they are scaled back: 2^512 is far inside float64.
 _MAX_GROWTH = 512.0

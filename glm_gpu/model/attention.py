@@ -93,9 +93,8 @@ def _attend_expanded(
         expanded = matmul(cached[:, :rank], kv_b, activations).reshape(len(cached), num_heads, -1)  # [S, H, N + A]
         rope_keys = np.broadcast_to(cached[:, None, rank:], (len(cached), num_heads, config.qk_rope_head_dim))
         keys = np.concatenate([expanded[..., :nope], rope_keys], axis=2)
-        heads[span.rows] = attend_explicit(
-            queries[span.rows], keys, expanded[..., nope:], selection.rows, selection.counts, scale
-        )
+        values = np.ascontiguousarray(expanded[..., nope:])
+        heads[span.rows] = attend_explicit(queries[span.rows], keys, values, selection.rows, selection.counts, scale)
     return heads
 
 

@@ -61,6 +61,11 @@ INLINE void score_tile(const struct attention_pass *pass, int token, int first_r
                 offsets[i] = position_of(a, token, first_row + i < last ? first_row + i : last) * a->key_stride +
                              (ptrdiff_t)kv * a->key_head_stride + column;
             load_tile(tile, a->keys, a->is_bf16, offsets, width);
+            for (int i = 0; i < ROWS && first_row + ROWS + i <= last; i++)
+                prefetch_row(a->keys, a->is_bf16,
+                             position_of(a, token, first_row + ROWS + i) * a->key_stride +
+                                 (ptrdiff_t)kv * a->key_head_stride + column,
+                             width);
             for (int head = kv * share; head < (kv + 1) * share; head++) {
                 const float *q = a->q + ((ptrdiff_t)token * a->num_heads + head) * a->key_width + column;
                 float *score = score_line(pass, token, head) + first_row;
@@ -120,6 +125,10 @@ INLINE void add_rows(float (*acc)[VALUE_COLUMNS], float *const weights[], float 
         for (int v = 0; v < VALUE_LANES; v++) store16(acc[h] + column + 16 * v, sum[h][v]);
 }
 
+INLINE ptrdiff_t value_offset(const struct attention *a, int token, int j, int kv) {
+    return position_of(a, token, j) * a->value_stride + (ptrdiff_t)kv * a->value_head_stride;
+}
+
 static void value_task(void *job, int chunk) {
     const struct attention_pass *pass = job;
     const struct attention *a = pass->a;
@@ -139,9 +148,9 @@ static void value_task(void *job, int chunk) {
     for (int first = 0; first < count; first += VALUE_ROWS) {
         int num_rows = count - first < VALUE_ROWS ? count - first : VALUE_ROWS;
         for (int j = 0; j < num_rows; j++)
-            widen_row(rows[j], a->values, a->is_bf16,
-                      position_of(a, token, first + j) * a->value_stride + (ptrdiff_t)kv * a->value_head_stride + column,
-                      width);
+            widen_row(rows[j], a->values, a->is_bf16, value_offset(a, token, first + j, kv) + column, width);
+        for (int j = first + VALUE_ROWS; j < count && j < first + 2 * VALUE_ROWS; j++)
+            prefetch_row(a->values, a->is_bf16, value_offset(a, token, j, kv) + column, width);
         float *weights[VALUE_HEADS];
         for (int h = 0; h < num_heads; h++) weights[h] = score_line(pass, token, first_head + h) + first;
         for (int c = 0; c < VALUE_COLUMNS; c += 16 * VALUE_LANES) {

@@ -83,6 +83,8 @@ struct rope {
     float *out;                            /* like x, another array */
 };
 
+#define MULTIPLY_ADD_STEPS 100000 /* of a task: about a millisecond */
+
 struct kernels {
     const char *name;
 
@@ -101,6 +103,8 @@ struct kernels {
     int (*route)(const struct route *a);
     void (*norm)(const struct norm *a);
     void (*rope)(const struct rope *a);
+    void (*read_all)(const void *data, uint32_t *sums, int num_tasks); /* tasks of 1 MiB */
+    double (*multiply_add)(float *sums, int num_tasks);
     void (*silu_mul)(const float *gate, const float *up, float *out, ptrdiff_t size);
 };
 

@@ -5,6 +5,7 @@
 #include "attention.h"
 #include "ffn.h"
 #include "indexer.h"
+#include "limits.h"
 #include "matmul.h"
 #include "norm.h"
 #include "rope.h"
@@ -27,5 +28,7 @@ const struct kernels TABLE_OF(ISA_NAME) = {
     .route = route,
     .norm = norm,
     .rope = rope,
+    .read_all = read_all,
+    .multiply_add = multiply_add,
     .silu_mul = silu_mul,
 };

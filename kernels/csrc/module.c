@@ -100,6 +100,7 @@ static PyMethodDef module_methods[] = {
 
 extern PyMethodDef attention_methods[];
 extern PyMethodDef indexer_methods[];
+extern PyMethodDef limits_methods[];
 extern PyMethodDef matmul_methods[];
 extern PyMethodDef norm_methods[];
 extern PyMethodDef rope_methods[];
@@ -109,6 +110,7 @@ static PyMethodDef *const families[] = {
     module_methods,
     attention_methods,
     indexer_methods,
+    limits_methods,
     matmul_methods,
     norm_methods,
     rope_methods,

@@ -3,6 +3,7 @@ import math
 import numpy as np
 import pytest
 
+from glm_gpu.kernels import cpu
 from glm_gpu.kernels.activation import exp
 from glm_gpu.kernels.attention import attend_explicit, attend_latent
 from glm_gpu.kernels.lanes import dot_rows, lane_sum
@@ -171,3 +172,31 @@ def test_scores_of_many_tokens_in_blocks_have_the_same_bits(same_bits):
     # 40 tokens x 64 heads x 1000 positions are 10 MiB of scores: three blocks.
     q, cache, counts = latent_case(40, 64, 33, 1000)
     same_bits(lambda: attend_latent(q, cache, 17, None, counts, 0.2))
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        ({"counts": np.int32([0, 5])}, "counts: token 0 sees 0 rows"),
+        ({"counts": np.int32([5, 8])}, "counts: token 1 sees 8 rows"),
+        ({"counts": np.int32([5])}, "counts: dimension 0"),
+        ({"rows": np.int32([[0, 1, 20, 3, 4, 5, 6]] * 2)}, "rows: token 0 sees row 20, expected 0 to 19"),
+        ({"rows": np.int32([[0, -1, 2, 3, 4, 5, 6]] * 2)}, "rows: token 0 sees row -1"),
+        ({"cache": np.zeros((20, 30), dtype=np.float32)}, "cache: dimension 1 is 30"),
+        ({"out": np.zeros((2, 3, 32), dtype=np.float32)}, "expected at least 1 of 1 to 31"),
+    ],
+)
+def test_c_refuses_what_would_read_outside_the_cache(damage, message, implementation):
+    if implementation == "numpy":
+        pytest.skip("the C binding's checks")
+    good = {
+        "q": np.zeros((2, 3, 31), dtype=np.float32),
+        "cache": np.zeros((20, 31), dtype=np.float32),
+        "rows": np.int32([[0, 1, 2, 3, 4, 5, 6]] * 2),
+        "counts": np.int32([5, 7]),
+        "scale": 1.0,
+        "out": np.zeros((2, 3, 16), dtype=np.float32),
+    }
+    cpu.active.attend_latent(*good.values())
+    with pytest.raises(ValueError, match=message):
+        cpu.active.attend_latent(*(good | damage).values())

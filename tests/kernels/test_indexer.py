@@ -110,3 +110,16 @@ def test_scores_and_choice_have_the_same_bits_everywhere(num_tokens, num_heads, 
     scores = np.round(index_scores(q, head_weights, keys, counts, width**-0.5), 1)
     for top_k in (1, 20, 200):
         same_bits(lambda top_k=top_k: select_top(scores, counts, top_k))
+
+
+def test_c_refuses_counts_beyond_the_keys(implementation):
+    if implementation == "numpy":
+        pytest.skip("the C binding's checks")
+    q, head_weights, keys, counts = case(2, 3, 31, 20)
+    counts[0] = 21
+    with pytest.raises(ValueError, match="token 0 sees 21 positions, expected 0 to 20"):
+        index_scores(q, head_weights, keys, counts, 1.0)
+    with pytest.raises(ValueError, match="token 0 sees 21 positions, expected 0 to 20"):
+        select_top(np.zeros((2, 20), dtype=np.float32), counts, 4)
+    with pytest.raises(TypeError, match="keys: expected a C-contiguous"):
+        index_scores(q, head_weights, np.asfortranarray(keys), counts, 1.0)

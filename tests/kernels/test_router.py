@@ -133,3 +133,13 @@ def test_choice_and_weights_have_the_same_bits_everywhere(num_tokens, num_expert
         same_bits(lambda norm=norm_topk_prob: route(x, gate, bias, 4, 4, 2, norm, 2.5))
         same_bits(lambda norm=norm_topk_prob: route(x, gate, bias, 8, 1, 1, norm, 2.5))
         same_bits(lambda norm=norm_topk_prob: route_softmax(x, gate, 8, norm))
+
+
+def test_c_refuses_more_choices_than_experts(implementation):
+    if implementation == "numpy":
+        pytest.skip("the C binding's checks")
+    x, gate, bias = case(2, 8, 31)
+    with pytest.raises(ValueError, match="9 of 8 experts"):
+        route(x, gate, bias, 9, 1, 1, True, 1.0)
+    with pytest.raises(ValueError, match="cannot be split into 3 groups"):
+        route(x, gate, bias, 2, 3, 1, True, 1.0)

@@ -1,11 +1,12 @@
 """What is kept: worth by rates, and the order in which experts are given up."""
 
 import time
+from functools import partial
 
 import numpy as np
 
 from glm_gpu.tiers.heat import Heat
-from glm_gpu.tiers.policy import FAST_SHARE, Ranking, keep_value, worth
+from glm_gpu.tiers.policy import FAST_SHARE, Ranking, keep_value, layer_worth, worth
 
 
 def counted(num_layers: int, num_experts: int, num_tokens: int, experts_per_tok: int = 4) -> Heat:
@@ -26,7 +27,7 @@ def test_worth_mixes_both_rates():
 
 def test_ranking_gives_up_offered_experts_in_the_order_of_their_worth():
     heat = counted(4, 16, 40)
-    ranking = Ranking(heat, [1, 3])
+    ranking = Ranking(partial(layer_worth, heat), [1, 3])
     assert ranking.least() is None
     for layer in (1, 3):
         ranking.offer(layer, range(16))
@@ -43,7 +44,7 @@ def test_ranking_gives_up_offered_experts_in_the_order_of_their_worth():
 
 def test_ranking_follows_heat_and_keeps_withdrawn_experts_out():
     heat = counted(2, 16, 40)
-    ranking = Ranking(heat, [0, 1])
+    ranking = Ranking(partial(layer_worth, heat), [0, 1])
     ranking.offer(0, range(16))
     ranking.offer(1, range(16))
     layer, expert, _ = ranking.least()
@@ -61,7 +62,7 @@ def test_ranking_follows_heat_and_keeps_withdrawn_experts_out():
 def test_choosing_a_victim_among_20000_experts_takes_less_than_a_millisecond():
     """20 us where it was written; the bound leaves room for a busy machine and still catches a sort or a loop."""
     heat = counted(78, 256, 2, 8)
-    ranking = Ranking(heat, range(78))
+    ranking = Ranking(partial(layer_worth, heat), range(78))
     for layer in range(78):
         ranking.offer(layer, range(256))
     best = np.inf

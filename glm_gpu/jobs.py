@@ -1,0 +1,155 @@
+"""What the scheduler is asked for, what it reports while it works, and what comes out."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+
+from glm_gpu.answer import Answer
+from glm_gpu.grammar import Constraint
+from glm_gpu.histogram import Histogram
+from glm_gpu.pages import PagedCache
+from glm_gpu.sampling import SamplingParams
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+# A token's id and its natural log-probability before any sampling parameter.
+Scored = tuple[int, float]
+
+_LATENCIES = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One answer to one prompt.
+
+    Args:
+        prompt_ids: at least one.
+        max_tokens: most tokens of the answer; 0 only scores the prompt.
+        eos_ids: tokens that end the answer and are no part of it.
+        logit_bias: added to the logits of these ids.
+        num_logprobs: alternatives to report with each token, 0 for the chosen one's value alone; None for none.
+        scores_prompt: report the prompt's own log-probabilities too, with as many alternatives.
+        constraint: at its beginning, used by this request only; with one, `eos_ids` should be its own.
+        deadline_s: seconds from submission after which the request fails, whatever it has come to.
+    """
+
+    prompt_ids: Sequence[int]
+    params: SamplingParams
+    max_tokens: int
+    eos_ids: frozenset[int] = frozenset()
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    num_logprobs: int | None = None
+    scores_prompt: bool = False
+    constraint: Constraint | None = None
+    deadline_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token; `logprob` and `top`, best first, where the request asked for them (a prompt's first has none)."""
+
+    id: int
+    logprob: float | None = None
+    top: tuple[Scored, ...] = ()
+
+
+@dataclass
+class Result:
+    """How a request went. `error` is set where the finish reason is "error".
+
+    Args:
+        reused_tokens: of the prompt, those that were cached already.
+        queue_s: until its first token was computed.
+        first_token_s: from submission to the first token of the answer; None where none came.
+        total_s: from submission to the end.
+        prompt: the prompt's tokens, where their scores were asked for.
+    """
+
+    prompt_tokens: int
+    reused_tokens: int = 0
+    completion_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    error: Exception | None = None
+    queue_s: float = 0.0
+    first_token_s: float | None = None
+    total_s: float = 0.0
+    prompt: list[Token] = field(default_factory=list)
+
+
+class Listener(Protocol):
+    """Told of a request's course, on the scheduler's thread, one call at a time; must neither wait nor take long."""
+
+    def prefilled(self, num_done: int, num_prompt: int) -> None:
+        """So much of the prompt is computed."""
+
+    def token(self, token: Token) -> bool:
+        """The next token; True when it was the last one wanted."""
+
+    def ended(self, result: Result) -> None:
+        """Nothing more comes. Called just once."""
+
+
+@dataclass
+class Counts:
+    """What the scheduler has done since it was made. Written by its thread, read by anyone.
+
+    Args:
+        ended: requests by finish reason.
+        refused: requests that found the queue full.
+        preempted: times that an answer gave up its pages for an older one.
+        retried: passes repeated because one failed.
+    """
+
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    completion_tokens: int = 0
+    passes: int = 0
+    computed_rows: int = 0
+    ended: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("stop", "length", "cancelled", "error"), 0))
+    refused: int = 0
+    preempted: int = 0
+    retried: int = 0
+    first_token_s: Histogram = field(default_factory=lambda: Histogram(_LATENCIES))
+    token_gap_s: Histogram = field(default_factory=lambda: Histogram(_LATENCIES))
+    queue_s: Histogram = field(default_factory=lambda: Histogram(_LATENCIES))
+
+
+class Job:
+    """A request under way. Only `cancel` is for other threads than the scheduler's."""
+
+    def __init__(self, request: Request, listener: Listener, turn: int, wake: Callable[[], None]) -> None:
+        self.request = request
+        self.listener = listener
+        self.turn = turn
+        self.is_cancelled = False
+        ids = list(request.prompt_ids)
+        self.answer = Answer(ids, request.params, request.max_tokens, request.eos_ids, request.constraint)
+        self.ids = self.answer.ids
+        self.result = Result(len(self.ids))
+        self.cache: PagedCache | None = None
+        self.submitted_at = time.monotonic()
+        self.last_token_at = 0.0
+        self.ids_array = np.array(self.ids, np.int32)
+        self._wake = wake
+
+    def cancel(self) -> None:
+        """End it before the next pass, queued or running; no token comes after that pass."""
+        self.is_cancelled = True
+        self._wake()
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens whose rows are still to be computed: many in prefill, one in decode."""
+        return len(self.ids) - (self.cache.length if self.cache else 0)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the logits of all the prompt's rows are still wanted."""
+        return self.request.scores_prompt and self.result.completion_tokens == 0
+
+    @property
+    def is_late(self) -> bool:
+        limit = self.request.deadline_s
+        return limit is not None and time.monotonic() - self.submitted_at > limit

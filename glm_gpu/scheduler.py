@@ -1,0 +1,416 @@
+"""Many conversations on one model: each pass takes a token of every running answer and a part of a waiting prompt."""
+
+import itertools
+import logging
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+
+from glm_gpu.batch import Batch
+from glm_gpu.errors import CapacityError, GlmGpuError, OverloadedError, RequestError
+from glm_gpu.jobs import Counts, Job, Listener, Request, Token
+from glm_gpu.model.transformer import Transformer
+from glm_gpu.pace import Pace
+from glm_gpu.pages import PagedCache, PagePool
+from glm_gpu.prefix import PrefixTree, common_length
+from glm_gpu.sampling import logprobs, top_logprobs
+
+log = logging.getLogger(__name__)
+
+# Rows of a prompt whose logits are wanted too: at GLM's vocabulary 64 rows are 40 MB of them.
+_SCORED_ROWS = 64
+# What is asked back from experts' memory when an allocation failed.
+_SHRINK_BYTES = 256 * 1024**2
+
+
+class Scheduler:
+    """Runs requests on a thread of its own, or pass by pass with `step`. A context manager.
+
+    A row's bits do not depend on what else is in its pass, so an answer is the one that its request gets alone.
+
+    Order: a request's turn is the work done before it came, in rows, plus its own prompt's length; the smallest turn
+    goes first, into the running set and in prefill. Short prompts so pass long ones, but only those that were waiting
+    for less work than their own length: none waits for ever. Running answers get a token in every pass.
+
+    Pages: answers take them as they grow. When none is left, the least recently used remembered ones go; then the
+    request with the latest turn gives up its own, and waits to be computed again from where it was.
+
+    Args:
+        model: used by nobody else meanwhile.
+        pool: holds at least `context` tokens; closed by the caller.
+        context: positions of one sequence.
+        max_running, max_queued: requests in passes, and waiting.
+        max_rows: most rows of prompts in one pass.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        pool: PagePool,
+        context: int,
+        max_running: int = 32,
+        max_queued: int = 256,
+        max_rows: int = 512,
+    ) -> None:
+        assert pool.num_pages * pool.page_tokens >= context
+        self.context = context
+        self.max_running, self.max_queued = max_running, max_queued
+        self.pool, self.tree = pool, PrefixTree(pool)
+        self.counts = Counts()
+        self._model = model
+        self._pace = Pace(max_rows)
+        self._queue: list[Job] = []
+        self._running: list[Job] = []
+        self._changed = threading.Condition()
+        self._is_closing = False
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> "Scheduler":
+        self.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    @property
+    def num_queued(self) -> int:
+        return len(self._queue)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def start(self) -> None:
+        """Begin to work on a thread."""
+        self._thread = threading.Thread(target=self._work, name="scheduler", daemon=True)
+        self._thread.start()
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Take no more requests, give those there are `drain_s` seconds to end, and cancel what is left. Waits."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
+        if self._thread is None:
+            return
+        self._thread.join(drain_s)
+        with self._changed:
+            for job in (*self._queue, *self._running):
+                job.is_cancelled = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._thread = None
+
+    def submit(self, request: Request, listener: Listener) -> Job:
+        """Queue a request. Never waits.
+
+        Raises:
+            RequestError: an empty prompt, ids outside the vocabulary, or more than the context holds.
+            OverloadedError: the queue is full, or the scheduler is closing.
+        """
+        self._check(request)
+        with self._changed:
+            if self._is_closing:
+                raise OverloadedError("the server is shutting down; try again on another one or later")
+            if len(self._queue) >= self.max_queued:
+                self.counts.refused += 1
+                raise OverloadedError(
+                    f"{len(self._queue)} requests are waiting, the most there may be; try again in a few seconds"
+                )
+            turn = self.counts.computed_rows + len(request.prompt_ids)
+            job = Job(request, listener, turn, self._notify)
+            self._queue.append(job)
+            self._changed.notify_all()
+        return job
+
+    def step(self) -> bool:
+        """Run one pass; False when there was nothing to do."""
+        self._drop_ended()
+        self._admit()
+        parts = self._compose()
+        if parts:
+            self._forward(parts)
+        return bool(parts)
+
+    def _check(self, request: Request) -> None:
+        num_prompt, vocab_size = len(request.prompt_ids), self._model.config.vocab_size
+        if not num_prompt:
+            raise RequestError("the prompt has no tokens; give at least one")
+        bad = next((i for i in (*request.prompt_ids, *request.logit_bias) if not 0 <= i < vocab_size), None)
+        if bad is not None:
+            raise RequestError(f"token id {bad} is outside the vocabulary of {vocab_size}; was another tokenizer used?")
+        if request.max_tokens < 0 or num_prompt + request.max_tokens > self.context:
+            raise RequestError(
+                f"the prompt has {num_prompt} tokens, {request.max_tokens} more are asked for, and the context holds "
+                f"{self.context}; shorten the prompt or ask for fewer"
+            )
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not (self._queue or self._running):
+                    if self._is_closing:
+                        return
+                    self._changed.wait()
+            try:
+                self.step()
+            except Exception as error:
+                log.exception("a pass failed outside the model; its requests are ended")
+                for job in self._running.copy():
+                    self._end(job, "error", error)
+
+    def _drop_ended(self) -> None:
+        with self._changed:
+            dropped = [job for job in self._queue if job.is_cancelled or job.is_late]
+            self._queue = [job for job in self._queue if job not in dropped]
+        for job in (*dropped, *(j for j in self._running.copy() if j.is_cancelled or j.is_late)):
+            if job.is_cancelled:
+                self._end(job, "cancelled")
+            else:
+                message = f"the deadline of {job.request.deadline_s:g} s has passed"
+                self._end(job, "error", OverloadedError(f"{message}; allow more time, or ask when there is less to do"))
+
+    def _admit(self) -> None:
+        """Move requests from the queue to the running set, while there is room for them and their prompts."""
+        num_spare = self._num_spare_pages() if self._queue else 0
+        with self._changed:
+            for job in sorted(self._queue, key=lambda job: job.turn):
+                num_needed = len(job.ids) // self.pool.page_tokens + 1
+                if len(self._running) >= self.max_running or (self._running and num_needed > num_spare):
+                    return
+                self._queue.remove(job)
+                self._running.append(job)
+                num_spare -= num_needed
+
+    def _num_spare_pages(self) -> int:
+        """Pages that nobody uses, or would not once the tree forgot them, less what prompts will still take."""
+        used = {page for job in self._running if job.cache for page in job.cache.pages}
+        owed = sum(
+            max(0, len(job.ids) // self.pool.page_tokens + 1 - (len(job.cache.pages) if job.cache else 0))
+            for job in self._running
+        )
+        return self.pool.num_pages - len(used) - owed
+
+    def _compose(self) -> list[tuple[Job, int]]:
+        """Who is in the next pass, with how many rows. Their caches have room for them."""
+        parts: list[tuple[Job, int]] = []
+        for job in sorted(self._running, key=lambda job: job.turn):
+            if job.cache and job.num_pending == 1 and self._make_room(job, 1, parts):
+                parts.append((job, 1))
+        budget = self._pace.rows(len(parts))
+        for job in sorted(self._running, key=lambda job: job.turn):
+            if job.cache and job.num_pending == 1:
+                continue
+            if budget == 0:
+                break
+            if job.cache is None:
+                if self._is_computed_beside(job, parts):
+                    continue
+                self._begin(job)
+            num_rows = min(job.num_pending, budget, _SCORED_ROWS if job.scores_prompt else budget)
+            if self._make_room(job, num_rows, parts):
+                parts.append((job, num_rows))
+                budget -= num_rows
+        return parts
+
+    def _is_computed_beside(self, job: Job, parts: list[tuple[Job, int]]) -> bool:
+        """Whether a request in this pass computes what this one could share a pass later."""
+        if job.scores_prompt:
+            return False
+        known = self.tree.match(job.ids[:-1]).num_tokens
+        return any(common_length(job.ids_array, other.ids_array) - 1 > known for other, rows in parts if rows > 1)
+
+    def _begin(self, job: Job) -> None:
+        """Give a request a cache, with what is known of its tokens; at least its last one is computed again."""
+        job.cache = PagedCache(self.pool, self.context)
+        if job.scores_prompt:
+            job.result.prompt.clear()
+        else:
+            match = self.tree.match(job.ids[:-1])
+            try:
+                job.cache.share(match.pages, match.tail)
+            except CapacityError:
+                job.cache.share(match.pages)
+        if job.result.first_token_s is None:
+            job.result.reused_tokens = job.cache.length
+            job.result.queue_s = time.monotonic() - job.submitted_at
+
+    def _make_room(self, job: Job, num_rows: int, parts: list[tuple[Job, int]]) -> bool:
+        """Get pages for a request's next rows; False when it had to give up its own instead."""
+        assert job.cache is not None
+        while True:
+            length = job.cache.length + num_rows
+            try:
+                job.cache.grow(length)
+                return True
+            except CapacityError:
+                num_missing = -(-(length - job.cache.capacity) // self.pool.page_tokens)
+                if self.tree.evict(num_missing):
+                    continue
+            in_pass = [other for other, _ in parts]
+            later = [j for j in self._running if j.cache and j.turn >= job.turn and j not in in_pass]
+            victim = max(later, key=lambda j: j.turn)
+            self._preempt(victim)
+            if victim is job:
+                return False
+
+    def _preempt(self, job: Job) -> None:
+        self.counts.preempted += 1
+        self._release(job)
+        self._running.remove(job)
+        with self._changed:
+            self._queue.append(job)
+
+    def _release(self, job: Job) -> None:
+        """Leave a request's pages to the tree."""
+        if job.cache is not None:
+            self.tree.insert(job.ids[: job.cache.length], job.cache.pages)
+            job.cache.release()
+            job.cache = None
+
+    def _forward(self, parts: list[tuple[Job, int]]) -> None:
+        """Run a pass and hand on its tokens. If it fails, each of its requests alone: only those that fail end."""
+        try:
+            logits = self._run(parts)
+        except Exception as error:
+            if len(parts) > 1:
+                log.warning("a pass of %d requests failed (%s); each is tried alone", len(parts), error)
+                self.counts.retried += 1
+                for part in parts:
+                    self._forward([part])
+                return
+            job = parts[0][0]
+            if not isinstance(error, GlmGpuError | OSError | MemoryError):
+                log.exception("the model failed on a request")
+            if not isinstance(error, MemoryError):
+                self._end(job, "error", error)
+                return
+            self.counts.retried += 1
+            freed = self._model.store.shrink(_SHRINK_BYTES)
+            log.warning("out of memory; %d bytes of experts were given back and the pass is repeated", freed)
+            try:
+                logits = self._run(parts)
+            except Exception as again:
+                self._end(job, "error", again)
+                return
+        for job, rows in logits:
+            try:
+                self._take(job, rows)
+            except Exception as error:
+                if not isinstance(error, GlmGpuError):
+                    log.exception("a request failed behind the model")
+                self._end(job, "error", error)
+
+    def _run(self, parts: list[tuple[Job, int]]) -> list[tuple[Job, np.ndarray]]:
+        """One pass: for each request whose rows were asked for, their logits, [n, V] f32."""
+        num_prefill = sum(rows for _, rows in parts if rows > 1)
+        num_decoding = sum(rows == 1 for _, rows in parts)
+        spans, wanted, start = [], [], 0
+        for job, num_rows in parts:
+            assert job.cache is not None
+            done = job.cache.length
+            spans.append((job.ids[done : done + num_rows], job.cache))
+            if job.scores_prompt:
+                wanted.append((job, range(start, start + num_rows)))
+            elif done + num_rows == len(job.ids):
+                wanted.append((job, range(start + num_rows - 1, start + num_rows)))
+            start += num_rows
+        batch = Batch.of(spans, "prefill" if num_prefill else "decode", no_logits=True)
+        batch = replace(batch, logits_at=np.array([row for _, rows in wanted for row in rows], np.int32))
+        began = time.perf_counter()
+        output = self._model.forward(batch).logits
+        self._pace.record(time.perf_counter() - began, num_decoding, num_prefill)
+        self.counts.passes += 1
+        self.counts.computed_rows += start
+        for job, num_rows in parts:
+            if num_rows > 1:
+                self.tree.insert(job.ids[: job.cache.length], job.cache.pages)
+                self._tell_progress(job)
+        stops = itertools.accumulate(len(rows) for _, rows in wanted)
+        return [(job, output[stop - len(rows) : stop]) for (job, rows), stop in zip(wanted, stops, strict=True)]
+
+    def _tell_progress(self, job: Job) -> None:
+        try:
+            job.listener.prefilled(min(job.cache.length, job.result.prompt_tokens), job.result.prompt_tokens)
+        except Exception:
+            log.exception("a listener failed; its request is cancelled")
+            job.is_cancelled = True
+
+    def _take(self, job: Job, logits: np.ndarray) -> None:
+        """Score the prompt's rows where that is asked for; behind the last token, choose the next."""
+        request, result = job.request, job.result
+        if job.scores_prompt:
+            self._score_prompt(job, logits)
+        if job.num_pending:
+            return
+        if request.max_tokens == 0:
+            self._end(job, "length")
+            return
+        logits, num_before = logits[-1], len(job.ids)
+        token_id = job.answer.choose(_biased(logits, request))
+        if len(job.ids) == num_before:
+            self._end(job, "stop")
+            return
+        result.completion_tokens += 1
+        self.counts.completion_tokens += 1
+        self._note_time(job)
+        if job.listener.token(_scored(token_id, logits, request.num_logprobs)):
+            self._end(job, "stop")
+        elif job.answer.finish_reason is not None:
+            self._end(job, job.answer.finish_reason)
+
+    def _score_prompt(self, job: Job, logits: np.ndarray) -> None:
+        prompt, first = job.result.prompt, job.cache.length - len(logits)
+        if not prompt:
+            prompt.append(Token(job.ids[0]))
+        for position, row in enumerate(logits, first + 1):
+            if position < job.result.prompt_tokens:
+                prompt.append(_scored(job.ids[position], row, job.request.num_logprobs or 0))
+
+    def _note_time(self, job: Job) -> None:
+        now = time.monotonic()
+        if job.result.first_token_s is None:
+            job.result.first_token_s = now - job.submitted_at
+            self.counts.first_token_s.record(job.result.first_token_s)
+        else:
+            self.counts.token_gap_s.record(now - job.last_token_at)
+        job.last_token_at = now
+
+    def _end(self, job: Job, reason: str, error: Exception | None = None) -> None:
+        """Take a request out of the running set, or of nothing if it was queued, and tell its listener."""
+        result = job.result
+        result.finish_reason, result.error = reason, error
+        result.total_s = time.monotonic() - job.submitted_at
+        self._release(job)
+        if job in self._running:
+            self._running.remove(job)
+        counts = self.counts
+        counts.ended[reason] += 1
+        counts.prompt_tokens += result.prompt_tokens
+        counts.reused_tokens += result.reused_tokens
+        counts.queue_s.record(result.queue_s)
+        try:
+            job.listener.ended(result)
+        except Exception:
+            log.exception("a listener failed at the end of its request")
+
+
+def _biased(logits: np.ndarray, request: Request) -> np.ndarray:
+    """The logits with the request's bias added; a copy if there is any."""
+    if request.logit_bias:
+        logits = logits.copy()
+        for token_id, bias in request.logit_bias.items():
+            logits[token_id] += np.float32(bias)
+    return logits
+
+
+def _scored(token_id: int, logits: np.ndarray, num_alternatives: int | None) -> Token:
+    if num_alternatives is None:
+        return Token(token_id)
+    values = logprobs(logits)
+    return Token(token_id, float(values[token_id]), tuple(top_logprobs(values, num_alternatives)))
