@@ -1,0 +1,121 @@
+"""Which layers each device holds, and how many of their experts: by its own free memory, whatever the others have."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from glm_gpu.tiers.budget import DeviceBudget
+from glm_gpu.tiers.sizes import ModelSizes
+
+
+@dataclass(frozen=True)
+class DevicePlan:
+    """One device's part: whole layers with their caches, and the hottest of their experts.
+
+    Attributes:
+        name, free_bytes: the device and what it may be filled with.
+        layers: their numbers, consecutive; none on a device too small for one.
+        has_ends: whether embeddings, head and final norm are here.
+        dense_bytes, cache_bytes, pass_bytes: weights without experts, caches of the layers, the largest pass.
+        num_experts, expert_bytes: experts held here.
+    """
+
+    name: str
+    free_bytes: int
+    layers: tuple[int, ...]
+    has_ends: bool
+    dense_bytes: int
+    cache_bytes: int
+    pass_bytes: int
+    num_experts: int
+    expert_bytes: int
+
+    @property
+    def used_bytes(self) -> int:
+        return self.dense_bytes + self.cache_bytes + self.pass_bytes + self.expert_bytes
+
+
+def plan_devices(
+    devices: Sequence[DeviceBudget],
+    sizes: ModelSizes,
+    values: np.ndarray,
+    layer_cache_bytes: Sequence[int],
+    pass_bytes: int,
+) -> tuple[tuple[DevicePlan, ...], np.ndarray]:
+    """Lay consecutive layers on devices and fill what is left of each with the hottest experts of its layers.
+
+    Layers are spread so that every device can hold the same share of what its layers have, experts included. Layers
+    that no device has room for stay on the host; they are the last ones.
+
+    Args:
+        values: [L, E] f64, what each expert is worth.
+        layer_cache_bytes: [L], a full cache's part in each layer.
+        pass_bytes: the largest pass; every device that has a layer keeps room for it.
+
+    Returns:
+        A plan a device, and [L, E] bool: experts that are on some device.
+    """
+    kept = [size + cache for size, cache in zip(sizes.layer_bytes, layer_cache_bytes, strict=True)] + [sizes.end_bytes]
+    whole = [k + nbytes * sizes.num_experts for k, nbytes in zip(kept, (*sizes.slot_nbytes, 0), strict=True)]
+    room = [max(0, device.free_bytes - pass_bytes) for device in devices]
+    stops = _spread(kept, whole, room)
+    is_on_device = np.zeros(values.shape, bool)
+    plans, start = [], 0
+    for device, stop in zip(devices, stops, strict=True):
+        layers = tuple(range(start, min(stop, len(sizes.layer_bytes))))
+        has_ends = start < stop == len(kept)
+        dense = sum(sizes.layer_bytes[layer] for layer in layers) + has_ends * sizes.end_bytes
+        cache = sum(layer_cache_bytes[layer] for layer in layers)
+        peak = pass_bytes if start < stop else 0
+        chosen = _hottest(sizes, values, layers, device.free_bytes - dense - cache - peak)
+        is_on_device |= chosen
+        num_bytes = int(chosen.sum(axis=1) @ np.array(sizes.slot_nbytes, np.int64))
+        plans.append(
+            DevicePlan(
+                device.name, device.free_bytes, layers, has_ends, dense, cache, peak, int(chosen.sum()), num_bytes
+            )
+        )
+        start = stop
+    return tuple(plans), is_on_device
+
+
+def _spread(kept: list[int], whole: list[int], room: list[int]) -> list[int]:
+    """Where each device's range of layers ends.
+
+    The smallest share of `whole` that lets the devices take all layers in turn; one share for all keeps the load in
+    proportion to the room. What must be kept has to fit in any case.
+    """
+
+    def take(share: float) -> list[int]:
+        stops, layer = [], 0
+        for available in room:
+            kept_bytes = whole_bytes = 0
+            while layer < len(kept):
+                kept_bytes, whole_bytes = kept_bytes + kept[layer], whole_bytes + whole[layer]
+                if kept_bytes > available or whole_bytes > share * available:
+                    break
+                layer += 1
+            stops.append(layer)
+        return stops
+
+    low, high = 0.0, 2.0 * sum(whole) / max(1, min((r for r in room if r), default=1))
+    if take(high)[-1:] != [len(kept)]:
+        return take(high)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (low, middle) if take(middle)[-1] == len(kept) else (middle, high)
+    return take(high)
+
+
+def _hottest(sizes: ModelSizes, values: np.ndarray, layers: Sequence[int], room: int) -> np.ndarray:
+    """[L, E] bool: the experts of these layers that are worth most for their bytes and fit."""
+    chosen = np.zeros(values.shape, bool)
+    sparse = [layer for layer in layers if sizes.slot_nbytes[layer]]
+    if not sparse:
+        return chosen
+    nbytes = np.repeat(np.array([sizes.slot_nbytes[layer] for layer in sparse], np.int64), sizes.num_experts)
+    order = np.argsort(-values[sparse].ravel() / nbytes, kind="stable")
+    order = order[: np.searchsorted(np.cumsum(nbytes[order]), room, side="right")]
+    chosen[np.repeat(sparse, sizes.num_experts)[order], order % sizes.num_experts] = True
+    return chosen
