@@ -83,6 +83,7 @@ struct rope {
     float *out;                            /* like x, another array */
 };
 
+#define INTEGER_STEPS 20000 /* of a task: some 50 us */
 #define MULTIPLY_ADD_STEPS 100000 /* of a task: about a millisecond */
 
 struct kernels {
@@ -105,6 +106,7 @@ struct kernels {
     void (*rope)(const struct rope *a);
     void (*read_all)(const void *data, uint32_t *sums, int num_tasks); /* tasks of 1 MiB */
     double (*multiply_add)(float *sums, int num_tasks);
+    double (*integer_multiply_add)(int32_t *sums, int num_tasks);
     void (*silu_mul)(const float *gate, const float *up, float *out, ptrdiff_t size);
 };
 
