@@ -1,12 +1,109 @@
 /* Packed weights times several tokens with AVX-512 VNNI: weights are unpacked once for four or sixty-four tokens. */
 #pragma once
 #include "product.h"
+#include "rows_integer.h"
 
 #if defined(__AVX512VNNI__)
 
 /* sum += w * x in place. As an intrinsic, GCC 12 copies the sums around and spills them: half the speed. */
 INLINE void add_products(__m512i *sum, __m512i w, __m512i x) {
     __asm__("vpdpwssd %2, %1, %0" : "+v"(*sum) : "v"(w), "vm"(x));
+}
+
+/* Terms of groups first .. first+15 of one row of int4 times one token in digits. Nibbles are unsigned, so both digits
+ * multiply without unpacking to 16 bits: high (signed) as the second operand of vpdpbusd, low (unsigned) as its first.
+ * A lane sums 4 * 2 * 15 * 128 * 256 < 2^22 at most before and after the shift. */
+INLINE __m512 terms_of_digits(const uint8_t *data, const char *digits, const int32_t *corrections, __m512 scales) {
+    const __m512i low_nibbles = _mm512_set1_epi8(15);
+    __m512i quarter[4]; /* block b of quarter[i] is group 4i + b */
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        __m512i pair[2]; /* eight lanes each of two groups */
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++) {
+            const __m512i bytes = _mm512_loadu_si512(data + 64 * (2 * i + j));
+            const __m512i even = _mm512_and_si512(bytes, low_nibbles);
+            const __m512i odd = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low_nibbles);
+            const char *x = digits + 256 * (2 * i + j);
+            __m512i sum = _mm512_dpbusd_epi32(_mm512_setzero_si512(), even, _mm512_load_si512(x));
+            sum = _mm512_slli_epi32(_mm512_dpbusd_epi32(sum, odd, _mm512_load_si512(x + 128)), 8);
+            sum = _mm512_dpbusd_epi32(sum, _mm512_load_si512(x + 64), even);
+            pair[j] = _mm512_dpbusd_epi32(sum, _mm512_load_si512(x + 192), odd);
+        }
+        quarter[i] = _mm512_add_epi32(_mm512_shuffle_i64x2(pair[0], pair[1], 0x88),
+                                      _mm512_shuffle_i64x2(pair[0], pair[1], 0xDD));
+    }
+    const __m512i in_order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i sum = _mm512_permutexvar_epi32(in_order, sum_blocks(quarter));
+    return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_load_si512(corrections))), scales);
+}
+
+/* acc lane r += rows[r][0], rows[r][1], ... rows[r][15]: rows become lanes by four steps of a transpose. */
+INLINE __m512 add_columns(__m512 acc, float rows[16][16]) {
+    __m512 t[16], u[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) t[i] = _mm512_load_ps(rows[i]);
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) { /* four rows: lane 4b + r of u[i + c] is column 4b + c of row i + r */
+        const __m512 a = _mm512_unpacklo_ps(t[i], t[i + 1]), b = _mm512_unpacklo_ps(t[i + 2], t[i + 3]);
+        const __m512 c = _mm512_unpackhi_ps(t[i], t[i + 1]), d = _mm512_unpackhi_ps(t[i + 2], t[i + 3]);
+        u[i] = _mm512_shuffle_ps(a, b, 0x44), u[i + 1] = _mm512_shuffle_ps(a, b, 0xEE);
+        u[i + 2] = _mm512_shuffle_ps(c, d, 0x44), u[i + 3] = _mm512_shuffle_ps(c, d, 0xEE);
+    }
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++) { /* block i of column b comes from block b of u[4i + c] */
+        const __m512 a = _mm512_shuffle_f32x4(u[c], u[4 + c], 0x44), b = _mm512_shuffle_f32x4(u[c], u[4 + c], 0xEE);
+        const __m512 d = _mm512_shuffle_f32x4(u[8 + c], u[12 + c], 0x44);
+        const __m512 e = _mm512_shuffle_f32x4(u[8 + c], u[12 + c], 0xEE);
+        t[c] = _mm512_shuffle_f32x4(a, d, 0x88), t[4 + c] = _mm512_shuffle_f32x4(a, d, 0xDD);
+        t[8 + c] = _mm512_shuffle_f32x4(b, e, 0x88), t[12 + c] = _mm512_shuffle_f32x4(b, e, 0xDD);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) acc = _mm512_add_ps(acc, t[i]);
+    return acc;
+}
+
+#define DIGIT_BLOCKS 16 /* of sixteen groups: terms of 16 rows that wait to be added, 16 KiB */
+
+/* Sixteen rows at a time, each read from end to end, so that memory is read in one stream. */
+INLINE void rows_by_digit(const struct product *p, int begin, int end) {
+    const struct matrix *w = &p->w;
+    const struct batch *x = p->x;
+    const int blocks = (x->groups + 15) / 16;
+    float *y = product_row(p, 0);
+    _Alignas(64) float terms[DIGIT_BLOCKS][16][16];
+    for (int row = begin; row < end; row += 16) {
+        const int rows = end - row < 16 ? end - row : 16;
+        __m512 acc = _mm512_setzero_ps();
+        for (int first = 0; first < blocks; first += DIGIT_BLOCKS) {
+            const int num = blocks - first < DIGIT_BLOCKS ? blocks - first : DIGIT_BLOCKS;
+            for (int r = 0; r < rows; r++) {
+                const uint8_t *data = row_data(w, row + r);
+                for (int b = 0; b < num; b++) {
+                    const int block = first + b, groups = x->groups - 16 * block;
+                    const uint8_t *bytes = data + (size_t)block * 512;
+                    uint8_t tail[512];
+                    if (groups < 16 || (16 * block + 16) * GROUP > w->columns) {
+                        memset(tail, 0, sizeof tail);
+                        memcpy(tail, bytes, row_bytes(w) - (size_t)block * 512);
+                        bytes = tail;
+                    } else {
+                        for (int i = 0; i < 512; i += 64) __builtin_prefetch(bytes + PREFETCH_BYTES + i);
+                    }
+                    const __m512 scales = (__m512)group_scales16(w, row + r, 16 * block, groups).part[0];
+                    _mm512_store_ps(terms[b][r],
+                                    terms_of_digits(bytes, (const char *)x->integers + (size_t)block * 2048,
+                                                    x->corrections + 16 * block,
+                                                    _mm512_mul_ps(scales, _mm512_load_ps(x->scales + 16 * block))));
+                }
+            }
+            /* rows beyond the end hold what was there before; their sums are never stored */
+            for (int b = 0; b < num; b++) acc = add_columns(acc, terms[b]);
+        }
+        float sums[16];
+        _mm512_storeu_ps(sums, acc);
+        for (int r = 0; r < rows; r++) y[row + r] = sums[r] * row_scale(w, row + r);
+    }
 }
 
 INLINE void unpack_to(enum kind kind, const uint8_t *data, int16_t out[GROUP]) {
