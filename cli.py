@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from glm_gpu import commands_bench, commands_convert, report
+from glm_gpu import commands_bench, commands_convert, commands_eval, report
 from glm_gpu import options as opt
 from glm_gpu.errors import GlmGpuError, RequestError
 
 if TYPE_CHECKING:
     from glm_gpu.engine import Engine
+    from glm_gpu.grammar import Grammar
+    from glm_gpu.speculative import SpeculateMode
 
 app = typer.Typer(
     name="glm-gpu",
@@ -81,6 +83,9 @@ def run(
     prompt_ids: opt.PromptIds = None,
     max_tokens: opt.MaxTokens = 256,
     ignore_eos: opt.IgnoreEos = False,
+    speculate: opt.Speculate = "auto",
+    json_schema: opt.JsonSchema = None,
+    grammar: opt.GrammarFile = None,
     as_json: opt.Json = False,
 ) -> None:
     """Continue a text, token by token as they come.
@@ -88,16 +93,19 @@ def run(
     Sampling options that are not given come from the model's generation_config.json.
     """
     _check_sampling(sampling)
+    form = _read_grammar(json_schema, grammar)
     if prompt == "-":
         prompt = _read_text(Path("-")).removesuffix("\n")
     text, ids = _one_source(prompt, prompt_ids, "a prompt", model)
-    with _open(model, needs_text=ids is None) as engine:
+    with _open(model, needs_text=ids is None, speculate=speculate) as engine:
         ids = engine.tokenizer.encode(text) if ids is None else ids
+        constraint = form and engine.constraint(form)
         if (room := engine.context - len(ids)) < max_tokens:
             report.note(f"the context of {engine.context} tokens has room for {max(room, 0)} of {max_tokens} new ones")
         session, stream = engine.session(), engine.tokenizer and engine.tokenizer.stream()
         new_ids, pieces = [], []
-        for token_id in session.generate(ids, sampling.over(engine.sampling_defaults), max_tokens, ignore_eos):
+        params = sampling.over(engine.sampling_defaults)
+        for token_id in session.generate(ids, params, max_tokens, ignore_eos, constraint):
             new_ids.append(token_id)
             pieces.append(stream.push(token_id) if stream else f"{token_id} ")
             if not as_json:
@@ -108,6 +116,8 @@ def run(
             return
         report.stream(pieces[-1] + "\n")
         report.note(report.closing_line(session.last))
+        if warning := engine.speculation.warning:
+            report.note(warning)
 
 
 @app.command(epilog="Example: glm-gpu chat --temperature 0.7 --seed 1")
@@ -117,6 +127,7 @@ def chat(
     sampling: opt.SamplingOptions,
     max_tokens: opt.MaxTokens = None,
     ignore_eos: opt.IgnoreEos = False,
+    speculate: opt.Speculate = "auto",
 ) -> None:
     """Talk with the model.
 
@@ -126,7 +137,7 @@ def chat(
     from glm_gpu.repl import Repl
 
     _check_sampling(sampling)
-    with _open(model, needs_text=True) as engine:
+    with _open(model, needs_text=True, speculate=speculate) as engine:
         params = sampling.over(engine.sampling_defaults)
         Repl(engine, params, _line_reader(), max_tokens, ignore_eos).run()
 
@@ -190,15 +201,16 @@ def doctor(model: opt.ModelOptions, as_json: opt.Json = False) -> None:
 
 
 commands_convert.register(app)
+commands_eval.register(app)
 commands_bench.register(app)
 
 
 @contextmanager
-def _open(model: opt.ModelOptions, needs_text: bool) -> "Iterator[Engine]":
+def _open(model: opt.ModelOptions, needs_text: bool, speculate: "SpeculateMode" = "off") -> "Iterator[Engine]":
     from glm_gpu.engine import DEMO_MODEL, Engine
     from glm_gpu.tokenizer import Tokenizer
 
-    options, path = model.engine_options(), model.model or DEMO_MODEL
+    options, path = model.engine_options(speculate), model.model or DEMO_MODEL
     if needs_text and (path / "config.json").exists() and not (path / "tokenizer.json").exists():
         Tokenizer.open(path)  # raises; better now than after the weights were read
     with report.progress(f"opening {path}"):
@@ -212,6 +224,17 @@ def _check_sampling(sampling: opt.SamplingOptions) -> None:
     from glm_gpu.sampling import SamplingParams
 
     sampling.over(SamplingParams())
+
+
+def _read_grammar(json_schema: Path | None, grammar: Path | None) -> "Grammar | None":
+    """The grammar in one of two files, refused before a model is opened if it is malformed."""
+    if json_schema is None and grammar is None:
+        return None
+    if json_schema is not None and grammar is not None:
+        raise RequestError("give either --json-schema or --grammar, not both")
+    from glm_gpu.grammar import Grammar
+
+    return Grammar.open(json_schema or grammar, is_json_schema=json_schema is not None)
 
 
 def _one_source(

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from glm_gpu.engine import Engine, EngineOptions
+from glm_gpu.engine import Engine
+from glm_gpu.opening import EngineOptions
 from glm_gpu.score import score
 
 WIDTHS = [(16, 16), (8, 8), (4, 8), (4, 4), (8, 4), (2, 2)]

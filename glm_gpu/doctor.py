@@ -12,10 +12,11 @@ from typing import Literal
 from glm_gpu import machine
 from glm_gpu.chat import ChatTemplate
 from glm_gpu.checkpoint import Checkpoint
-from glm_gpu.engine import DEMO_MODEL, EngineOptions, check_opening
+from glm_gpu.engine import DEMO_MODEL
 from glm_gpu.errors import GlmGpuError
 from glm_gpu.json_file import missing_file
 from glm_gpu.kernels import cpu
+from glm_gpu.opening import EngineOptions, plan_opening
 from glm_gpu.tokenizer import Tokenizer
 from glm_gpu.units import format_bytes
 
@@ -74,18 +75,20 @@ def _check_open(checkpoint: Checkpoint, options: EngineOptions) -> Iterator[Chec
         f"{config.n_routed_experts} experts, {config.num_experts_per_tok} for each token",
     )
     yield _shards(checkpoint)
-    opening = check_opening(checkpoint, options)
+    opening = plan_opening(checkpoint, options)
     if config.mtp_layer is None:
         draft = "the model has no multi-token layer"
     else:
         draft = f"the multi-token layer {'too' if opening.has_mtp else 'is not among them'}"
     yield Check("tensors", "ok", f"{len(checkpoint.names)}, all that the model needs; {draft}")
-    memory = opening.memory
+    plan, num_slots = opening.plan, sum(opening.plan.num_slots.values())
+    num_experts = len(opening.sizes.sparse_layers) * opening.sizes.num_experts
     yield Check(
         "fit",
         "ok",
-        f"{format_bytes(memory.total_bytes)} needed: weights {format_bytes(memory.dense_bytes)}, experts "
-        f"{format_bytes(memory.expert_bytes)}, cache of {opening.context} tokens {format_bytes(memory.cache_bytes)}",
+        f"{format_bytes(plan.ram_bytes)} will be used: weights {format_bytes(plan.dense_bytes)}, {num_slots} of "
+        f"{num_experts} experts {format_bytes(plan.slot_bytes)}, cache of {plan.context} tokens "
+        f"{format_bytes(plan.cache_bytes)}",
     )
 
 

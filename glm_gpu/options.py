@@ -17,8 +17,9 @@ import typer
 from glm_gpu.units import parse_bytes
 
 if TYPE_CHECKING:
-    from glm_gpu.engine import EngineOptions
+    from glm_gpu.opening import EngineOptions
     from glm_gpu.sampling import SamplingParams
+    from glm_gpu.speculative import SpeculateMode
 
 
 def option(name: str, help: str, **settings: Any) -> Any:
@@ -32,6 +33,26 @@ IgnoreEos = Annotated[bool, option("--ignore-eos", "Go on behind end-of-text tok
 PromptIds = Annotated[
     Path | None,
     typer.Option("--prompt-ids", help="JSON file with a list of token ids, in place of text.", metavar="FILE"),
+]
+Speculate = Annotated[
+    Literal["auto", "off", "mtp", "ngram", "grammar"],
+    option(
+        "--speculate",
+        "Verify guesses several at a time: by the model's own multi-token layer, repeated text, forced text, or all of "
+        "them where they pay. The answer is the same.",
+    ),
+]
+JsonSchema = Annotated[
+    Path | None,
+    typer.Option("--json-schema", help="JSON schema that the answer must conform to.", metavar="FILE"),
+]
+GrammarFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--grammar",
+        help="GBNF or Lark grammar, or a regular expression in a .regex file, that the answer must conform to.",
+        metavar="FILE",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
@@ -77,27 +98,41 @@ class ModelOptions:
         Literal["0", "64", "128"] | None,
         option("--group", "Weights that share a scale at 4 bits, 0 for a whole row; default: as stored, else 64."),
     ] = None
-    weights: Annotated[
-        Literal["auto", "f32"], option("--weights", "f32 loads every weight without quantizing it.")
-    ] = "auto"
+    weights: Annotated[Literal["auto", "f32"], option("--weights", "f32 loads every weight without quantizing it.")] = (
+        "auto"
+    )
     activations: Annotated[
         Literal["int16", "int8", "f32"],
         option("--activations", "What products with packed weights round their inputs to."),
     ] = "int16"
     kv: Annotated[Literal["auto", "bf16", "f32"], option("--kv", "Format of the KV cache.")] = "auto"
     fast_math: Annotated[bool, option("--fast-math", "Allow kernels that may change a last bit.")] = False
+    expert_slots: Annotated[
+        int | None,
+        option("--expert-slots", "Most experts in memory, all layers together.", min=1, metavar="N"),
+    ] = None
+    prefetch: Annotated[
+        Literal["auto", "on", "off"], option("--prefetch", "Read what the next layer will probably use.")
+    ] = "auto"
+    read: Annotated[
+        Literal["auto", "direct", "buffered"], option("--read", "How experts are read: past the page cache or through.")
+    ] = "auto"
+    read_threads: Annotated[
+        int, option("--read-threads", "Expert reads in flight at once.", min=1, max=64, metavar="N")
+    ] = 4
+    trace: Annotated[Path | None, option("--trace", "Record every routing choice in a file.", metavar="FILE")] = None
     debug: Annotated[
         bool,
         option("--debug", "Show the traceback of an error.", callback=_remember_debug),
     ] = False
 
-    def engine_options(self) -> "EngineOptions":
+    def engine_options(self, speculate: "SpeculateMode" = "auto") -> "EngineOptions":
         """The same for the library.
 
         Raises:
             RequestError: a size that is no size, or options that contradict each other.
         """
-        from glm_gpu.engine import EngineOptions
+        from glm_gpu.opening import EngineOptions
 
         options = EngineOptions(
             expert_bits=self.expert_bits and int(self.expert_bits),
@@ -110,6 +145,12 @@ class ModelOptions:
             threads=self.threads,
             ram=self.ram and parse_bytes(self.ram),
             fast_math=self.fast_math,
+            speculate=speculate,
+            expert_slots=self.expert_slots,
+            prefetch=self.prefetch,
+            read=self.read,
+            read_threads=self.read_threads,
+            trace=self.trace,
         )
         options.recipe  # noqa: B018 -- raises where widths and weights contradict each other
         return options

@@ -67,6 +67,8 @@ def closing_line(stats: Any) -> str:
         parts.append(f"prefill {stats.prefill_tok_s:.1f} tok/s")
     if stats.decode_tok_s:
         parts.append(f"decode {stats.decode_tok_s:.1f} tok/s")
+    if stats.drafted_tokens:
+        parts.append(f"{stats.accepted_tokens} of {stats.drafted_tokens} drafts accepted")
     parts.append(f"peak {format_bytes(peak_rss_bytes())}")
     if stats.finish_reason == "length":
         parts.append("token limit")
@@ -83,15 +85,20 @@ def run_document(stats: Any, ids: list[int], text: str | None, engine: Any) -> d
         "completion_tokens": stats.completion_tokens,
         "prefill_tok_s": round(stats.prefill_tok_s, 3),
         "decode_tok_s": round(stats.decode_tok_s, 3),
+        "drafted_tokens": stats.drafted_tokens,
+        "accepted_tokens": stats.accepted_tokens,
+        "tokens_per_pass": round(stats.tokens_per_pass, 3),
+        "speculation": engine.speculation.as_dict(),
         "peak_rss_bytes": peak_rss_bytes(),
         "tiers": [dataclasses.asdict(tier) for tier in engine.store.report()],
     }
 
 
 def chat_stats(session: Any, engine: Any, num_messages: int) -> str:
-    """What /stats shows: the last answer, the context, the tiers."""
+    """What /stats shows: the last answer, the context, speculation, the tiers."""
     lines = [closing_line(session.last)] if session.last else []
     lines.append(f"{num_messages} messages, {len(session.cached_ids)} of {engine.context} tokens of context in use")
+    lines += engine.speculation.summary
     lines += [
         f"tier {tier.name}: {tier.num_experts} experts, {format_bytes(tier.used_bytes)}, "
         + ", ".join(f"{hits} {phase} hits" for phase, hits in tier.hits.items())
@@ -127,14 +134,21 @@ def score_text(score: Any) -> str:
 
 def status_document(status: Any) -> dict:
     """What `status --json` prints."""
-    model, memory = status.model, status.memory
+    model, plan = status.model, status.plan
     return {
         "path": str(status.path),
         "ready": status.problem is None,
         "problem": status.problem,
         "model": model and {**dataclasses.asdict(model), "config": dataclasses.asdict(model.config)},
-        "context": status.context,
-        "memory": memory and {**dataclasses.asdict(memory), "total_bytes": memory.total_bytes},
+        "context": plan and plan.context,
+        "memory": plan
+        and {
+            "dense_bytes": plan.dense_bytes,
+            "slot_bytes": plan.slot_bytes,
+            "cache_bytes": plan.cache_bytes,
+            "total_bytes": plan.ram_bytes,
+        },
+        "tiers": plan and [dataclasses.asdict(tier) for tier in plan.tiers],
         "machine": dataclasses.asdict(status.machine),
     }
 
@@ -153,15 +167,17 @@ def status_text(status: Any) -> str:
             ("files", f"{model.num_shards} shards, {format_bytes(model.disk_bytes)}, fingerprint {model.fingerprint}"),
             ("stored as", ", ".join(f"{kind} {found}" for kind, found in model.formats.items())),
         ]
-    if memory := status.memory:
+    if plan := status.plan:
         rows.append(
             (
-                "needs",
-                f"{format_bytes(memory.total_bytes)}: weights {format_bytes(memory.dense_bytes)}, experts "
-                f"{format_bytes(memory.expert_bytes)}, cache of {status.context} tokens "
-                f"{format_bytes(memory.cache_bytes)}",
+                "takes",
+                f"{format_bytes(plan.ram_bytes)}: weights {format_bytes(plan.dense_bytes)}, experts "
+                f"{format_bytes(plan.slot_bytes)}, cache of {plan.context} tokens {format_bytes(plan.cache_bytes)}",
             )
         )
+        rows += [
+            (f"tier {tier.name}", f"{tier.num_experts} experts, {format_bytes(tier.nbytes)}") for tier in plan.tiers
+        ]
     here = status.machine
     rows += [
         ("ram", f"{format_bytes(here.ram_available_bytes)} available of {format_bytes(here.ram_bytes)}"),

@@ -115,12 +115,22 @@ def read_header(shard: Path) -> tuple[bytes, dict[str, TensorInfo]]:
         if not shard.is_file() and shard.exists():  # opening a pipe would wait for ever
             raise CheckpointError(f"{shard}: not a regular file; replace it by the shard itself")
         with shard.open("rb", buffering=0) as file:
-            file_bytes = os.fstat(file.fileno()).st_size
-            header = _read_header_bytes(file, shard, file_bytes)
+            return parse_header(file, shard, os.fstat(file.fileno()).st_size)
     except FileNotFoundError:
         raise CheckpointError(missing_file(shard)) from None
     except OSError as error:
         raise CheckpointError(f"{shard}: cannot be read ({error.strerror}); check permissions and disk") from None
+
+
+def parse_header(file, shard: Path, file_bytes: int) -> tuple[bytes, dict[str, TensorInfo]]:
+    """As `read_header`, from an open binary file, or from the beginning of one that is still elsewhere.
+
+    Args:
+        file: has `read`; at its beginning.
+        shard: where it is or will be.
+        file_bytes: size of all of it.
+    """
+    header = _read_header_bytes(file, shard, file_bytes)
     entries = parse_json_object(header, f"{shard}: header", check_keys=False)
     if header.count(b'"data_offsets"') != len(entries.keys() - {"__metadata__"}):  # a name may be there twice
         entries = parse_json_object(header, f"{shard}: header")

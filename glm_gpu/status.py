@@ -6,10 +6,12 @@ from pathlib import Path
 from glm_gpu import machine
 from glm_gpu.checkpoint import Checkpoint
 from glm_gpu.config import ModelConfig
-from glm_gpu.engine import DEMO_MODEL, EngineOptions, MemoryUse, check_opening
+from glm_gpu.engine import DEMO_MODEL
 from glm_gpu.errors import GlmGpuError
 from glm_gpu.kernels import cpu
+from glm_gpu.opening import EngineOptions, plan_opening
 from glm_gpu.recipe import tensor_class
+from glm_gpu.tiers.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -43,8 +45,7 @@ class Status:
     path: Path
     machine: MachineStatus
     model: ModelStatus | None
-    memory: MemoryUse | None
-    context: int | None
+    plan: Plan | None
     problem: str | None
 
 
@@ -56,10 +57,10 @@ def status(path: Path | None, options: EngineOptions) -> Status:
     try:
         with Checkpoint.open(path) as checkpoint:
             model = _model(checkpoint)
-            opening = check_opening(checkpoint, options)
+            plan = plan_opening(checkpoint, options).plan
     except GlmGpuError as error:
-        return Status(path, here, model, None, None, str(error))
-    return Status(path, here, model, opening.memory, opening.context, None)
+        return Status(path, here, model, None, str(error))
+    return Status(path, here, model, plan, None)
 
 
 def _model(checkpoint: Checkpoint) -> ModelStatus:

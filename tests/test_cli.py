@@ -13,7 +13,9 @@ import pytest
 
 import glm_gpu
 from glm_gpu import cli
-from glm_gpu.engine import DEMO_MODEL, Engine, EngineOptions
+from glm_gpu.engine import DEMO_MODEL, Engine
+from glm_gpu.opening import EngineOptions
+from glm_gpu.sampling import logprobs
 
 PROMPT = "And it came to pass"
 ROOT = Path(__file__).parent.parent
@@ -73,7 +75,7 @@ def test_run_json_prints_one_document_that_agrees_with_itself(invoke):
     assert code == 0
     assert found.keys() == {
         "ids", "text", "finish_reason", "prompt_tokens", "completion_tokens", "prefill_tok_s", "decode_tok_s",
-        "peak_rss_bytes", "tiers",
+        "peak_rss_bytes", "tiers", "drafted_tokens", "accepted_tokens", "tokens_per_pass", "speculation",
     }  # fmt: skip
     with Engine.open() as engine:
         assert engine.tokenizer.decode(found["ids"]) == found["text"]
@@ -235,11 +237,12 @@ def test_a_text_longer_than_the_context_is_scored_in_windows_each_token_once(inv
     source = ("--prompt-ids", tmp_path / "ids.json", "--context", 4)
     code, out, _ = invoke("score", *source, "--json", "--logits", tmp_path / "out.npy")
     with Engine.open(options=EngineOptions(context=4)) as engine:
-        parts = [engine.score(ids[start : start + 4]) for start in (0, 3, 6)]
         rows = [np.concatenate(list(engine.logits(ids[start : start + 4]))) for start in (0, 3, 6)]
     found = json.loads(out)
     assert code == 0 and (found["tokens"], found["scored_tokens"], found["windows"]) == (10, 9, 3)
-    assert found["log_likelihood"] == pytest.approx(sum(part.sum() for part in parts), abs=1e-12)
+    windows = zip((0, 3, 6), rows, strict=True)
+    expected = [logprobs(row)[ids[n + 1]] for start, part in windows for n, row in enumerate(part[:3], start)]
+    assert found["log_likelihood"] == pytest.approx(sum(expected), abs=1e-12)
     assert np.array_equal(np.load(tmp_path / "out.npy"), np.concatenate([rows[0], rows[1][1:], rows[2][1:]]))
 
 

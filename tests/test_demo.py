@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from glm_gpu.engine import Engine, EngineOptions
+from glm_gpu.engine import Engine
+from glm_gpu.opening import EngineOptions
 from glm_gpu.score import score
 
 DATA = Path(__file__).parent / "data/demo"

@@ -5,8 +5,9 @@ import pytest
 from glm_gpu import machine
 from glm_gpu.checkpoint import Checkpoint
 from glm_gpu.doctor import check_all
-from glm_gpu.engine import DEMO_MODEL, EngineOptions
+from glm_gpu.engine import DEMO_MODEL
 from glm_gpu.kernels import cpu
+from glm_gpu.opening import EngineOptions
 from glm_gpu.status import status
 
 SHARD = "model-00001-of-00001.safetensors"
@@ -88,7 +89,7 @@ def test_a_model_that_does_not_fit_fails_with_the_numbers(folder):
 
 def test_status_of_a_model_that_does_not_fit_still_describes_it(folder):
     found = status(folder, EngineOptions(ram=1 << 20))
-    assert found.problem and found.memory is None
+    assert found.problem and found.plan is None
     assert found.model.formats["expert"] == "int4_g64" and found.model.num_shards == 1
 
 
@@ -97,7 +98,7 @@ def test_status_counts_bytes_and_names_the_instruction_set(folder):
     assert found.problem is None
     assert found.model.disk_bytes == (DEMO_MODEL / SHARD).stat().st_size
     assert found.machine.instruction_set == cpu.implementation()
-    assert found.memory.total_bytes > found.memory.expert_bytes > 0
+    assert found.plan.ram_bytes > found.plan.slot_bytes > 0
 
 
 def test_without_a_gpu_the_reason_is_told(folder, monkeypatch):

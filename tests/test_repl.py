@@ -42,7 +42,7 @@ def talk(engine, monkeypatch, capsys):
             finish_reason="stop",
         )  # fmt: skip
         session = SimpleNamespace(generate=generate, last=stats, cached_ids=[], reset=lambda: None)
-        monkeypatch.setattr(engine, "session", lambda: session)
+        monkeypatch.setattr(engine, "session", lambda is_chat: session)
         Repl(engine, SamplingParams(), read_line).run()
         return *capsys.readouterr(), prompts
 

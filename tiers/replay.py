@@ -178,20 +178,36 @@ def replay(trace: Trace, policy: Policy, capacity_bytes: int) -> ReplayResult:
         ranking.withdraw(layer, held)
         for expert in missing.tolist():
             while free_bytes < slab_nbytes:
-                least = ranking.least()
-                if least is None:  # the pass holds all of memory: what it has computed with may go
+                given_up = ranking.give_up()
+                if given_up is None:  # the pass holds all of memory: what it has computed with may go
                     ranking.offer(layer, held)
                     held = []
                     continue
-                victim_layer, victim, _ = least
-                ranking.withdraw(victim_layer, [victim])
-                is_here[victim_layer, victim] = False
-                free_bytes += header.slab_nbytes[victim_layer]
+                is_here[given_up] = False
+                free_bytes += header.slab_nbytes[given_up[0]]
             free_bytes -= slab_nbytes
             is_here[layer, expert] = True
             held.append(expert)
         ranking.offer(layer, held)
     return result
+
+
+def compare(trace: Trace, capacity_bytes: int, heat: Heat | None = None) -> list[ReplayResult]:
+    """What ships beside plain policies and the optimum, the optimum last.
+
+    Args:
+        heat: what earlier runs learned, which both the shipped policy and static heat begin with; left unchanged.
+    """
+    header = trace.header
+    own = Heat(header.num_layers, header.num_experts)
+    if heat is not None:
+        own.restore(heat.arrays())
+        own.begin_run()
+    policies: list[Policy] = [ByHeat(own), LeastRecentlyUsed(header), LeastFrequentlyUsed(header)]
+    if heat is not None:
+        policies.append(StaticHeat(sum(heat.uses.values())))
+    policies.append(Clairvoyant(trace))
+    return [replay(trace, policy, capacity_bytes) for policy in policies]
 
 
 def learned(traces: list[Trace]) -> Heat:

@@ -16,6 +16,7 @@ from glm_gpu.tiers.prefetch import PrefetchMode, PrefetchSwitch
 from glm_gpu.tiers.promotion import Promotions, by_worth, hottest
 from glm_gpu.tiers.reader import Urgency
 from glm_gpu.tiers.residency import Residency
+from glm_gpu.tiers.trace import TraceWriter
 
 # A pass of more rows than this uses most experts of every layer: guessing which is pointless.
 MAX_PREFETCH_ROWS = 8
@@ -78,6 +79,7 @@ class TieredStore:
         prefetch: whether to read what the next layer will probably use.
         promote_bytes_s: bound on background reads.
         excess_bytes: tells how far this process is above its memory budget.
+        trace: records every choice; closed with the store.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class TieredStore:
         prefetch: PrefetchMode = "auto",
         promote_bytes_s: float = float("inf"),
         excess_bytes: Callable[[], int] = lambda: 0,
+        trace: TraceWriter | None = None,
     ) -> None:
         self.files, self.heat = files, heat
         self.switch = PrefetchSwitch(prefetch)
@@ -99,6 +102,7 @@ class TieredStore:
         self.counters = self._residency.counters
         self._num_pinned = num_pinned or {}
         self._excess_bytes = excess_bytes
+        self._trace = trace
         self._guesses: dict[int, np.ndarray] = {}
         self._wait_s_before = 0.0
         with self._residency.changed:
@@ -114,12 +118,16 @@ class TieredStore:
         """Stop reading and close the files. No lease may be open."""
         self._residency.close()
         self.files.close()
+        if self._trace is not None:
+            self._trace.close()
 
     def layout(self, layer: int) -> SlabLayout:
         return self.files.layout(layer)
 
     def count(self, layer: int, choices: np.ndarray, phase: Phase) -> None:
         self.heat.count(layer, choices, phase)
+        if self._trace is not None:
+            self._trace.record(layer, choices, phase)
         guess = self._guesses.pop(layer, None)
         if guess is not None:
             used = np.unique(choices)

@@ -21,7 +21,9 @@ import numpy as np
 
 from glm_gpu.batch import Phase
 from glm_gpu.errors import RequestError
+from glm_gpu.tiers.files import ExpertFiles
 from glm_gpu.tiers.heat import PHASES
+from glm_gpu.tiers.sizes import ModelSizes
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +57,13 @@ class TraceHeader:
     @property
     def id_dtype(self) -> np.dtype:
         return np.dtype("<u1" if self.num_experts <= 256 else "<u2")
+
+
+def trace_header(files: ExpertFiles, sizes: ModelSizes) -> TraceHeader:
+    """The header of a trace of the model whose experts these are."""
+    return TraceHeader(
+        files.fingerprint, len(sizes.slab_nbytes), sizes.num_experts, sizes.experts_per_tok, sizes.slab_nbytes
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -117,8 +117,8 @@ def convert(
                 if settings.container != "colibri":
                     replace_file(out / MANIFEST_FILE, plan.manifest(source.config, journal).to_json().encode())
             (out / JOURNAL_FILE).unlink()
-            source.finish()
             shards = journal.shards
+        source.finish()
     missing = tuple(name for name, content in side_files.items() if content is None)
     return ConversionReport(shards, progress.num_written, plan.dropped, source.has_mtp, missing, progress.times)
 

@@ -53,6 +53,8 @@ class Acceptance:
 
     def observe(self, source: str, token_ids: Sequence[int], truth: Sequence[int]) -> None:
         """Compare a draft, verified or not, with what came."""
+        if not token_ids:
+            return
         depths = self.counts.setdefault(source, [DepthCounts() for _ in range(MAX_WIDTH)])
         for depth, guessed, came in zip(depths, token_ids, truth, strict=False):
             depth.count(guessed == came)
@@ -221,3 +223,37 @@ class WidthPolicy:
             "expected 25 % or more: the checkpoint's MTP layer is damaged or does not belong to it; "
             "fetch or convert it again, or use --speculate ngram"
         )
+
+    @property
+    def summary(self) -> list[str]:
+        """What was decided last and why, a line each, for people: none before anything was drafted or timed."""
+        table = self.times.table()
+        lines = []
+        if self.last.width:
+            lines.append(
+                f"speculation: {self.last.width} tokens by {self.last.source}, {self.last.gain:.2f} times plain"
+            )
+        elif table:
+            lines.append("speculation: off now, no drafts that pay")
+        for source, depths in sorted(self.acceptance.counts.items()):
+            shares = [f"{100 * depth.right / depth.tried:.0f} %" for depth in depths if depth.tried]
+            lines.append(f"drafts by {source}: {', '.join(shares)} right by depth, {depths[0].tried} tried")
+        if table:
+            shown = ", ".join(f"{rows}: {1e3 * seconds:.1f} ms" for rows, seconds in table.items())
+            lines.append(f"passes by rows: {shown}")
+        return lines + ([self.warning] if self.warning else [])
+
+    def as_dict(self) -> dict:
+        """The same for --json and metrics."""
+        return {
+            "source": self.last.source,
+            "width": self.last.width,
+            "gain": round(self.last.gain, 3),
+            "drafts": {
+                source: {"tried": [depth.tried for depth in depths], "right": [depth.right for depth in depths]}
+                for source, depths in self.acceptance.counts.items()
+            },
+            "pass_s": {str(rows): seconds for rows, seconds in self.times.table().items()},
+            "draft_step_s": dict(self._draft_step_s),
+            "warning": self.warning,
+        }

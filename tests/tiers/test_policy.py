@@ -36,8 +36,9 @@ def test_ranking_gives_up_offered_experts_in_the_order_of_their_worth():
     while (least := ranking.least()) is not None:
         layer, expert, value = least
         assert value == worth(heat)[layer, expert]
+        assert ranking.give_up() == (layer, expert)
         given_up.append((layer, expert))
-        ranking.withdraw(layer, [expert])
+    assert ranking.give_up() is None
     expected = [(layer, e) for layer in (1, 3) for e in range(16) if (layer, e) not in {(3, 0), (3, 7)}]
     assert given_up == sorted(expected, key=lambda key: worth(heat)[key])
 

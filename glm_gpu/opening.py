@@ -1,0 +1,196 @@
+"""What opening a model comes to, decided from headers and numbers alone: formats, context, where everything goes."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from glm_gpu import machine
+from glm_gpu.cache import CacheLayout
+from glm_gpu.checkpoint import Checkpoint
+from glm_gpu.config import ModelConfig
+from glm_gpu.errors import CheckpointError, RequestError
+from glm_gpu.kernels import cpu
+from glm_gpu.model.footprint import pass_bytes
+from glm_gpu.model.transformer import cache_layout, latent_streams
+from glm_gpu.recipe import Recipe, tensor_class
+from glm_gpu.session import PREFILL_CHUNK
+from glm_gpu.speculative import SpeculateMode
+from glm_gpu.tensors import expected_tensors, validate_tensors
+from glm_gpu.tiers.budget import host_budget
+from glm_gpu.tiers.files import ReadMode
+from glm_gpu.tiers.heat import Heat
+from glm_gpu.tiers.plan import Demand, Plan, make_plan
+from glm_gpu.tiers.prefetch import PrefetchMode
+from glm_gpu.tiers.sizes import ModelSizes, model_sizes
+
+# What a context takes when none is asked for; GLM-5.2 itself allows 1,048,576 positions, 90 GiB of cache.
+DEFAULT_CONTEXT = 8192
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How a model is opened; what is None comes from the checkpoint or the machine.
+
+    Args:
+        expert_bits: 16, 8, 4 or 2 for routed experts; of a stored container, only what it holds.
+        dense_bits: the same for attention, dense MLPs and shared experts.
+        group: columns that share a scale at four bits: 64, 128, or 0 for whole rows.
+        weights: "f32" keeps every weight as f32, as the reference does.
+        activations: "int16", "int8" or "f32": what activations are rounded to before packed weights.
+        kv: format of the cache; "auto" is bf16, and f32 beside f32 weights.
+        context: positions that a session can hold.
+        threads: of the kernels.
+        ram: bytes that this process may hold.
+        fast_math: allow kernels whose last bits depend on how a prompt is cut.
+        speculate: which drafts are verified: "auto" takes those that pay, "mtp", "ngram" and "grammar" one kind alone
+            and always, "off" none.
+        expert_slots: at most so many experts in memory, all layers together.
+        prefetch: whether to read what the next layer will probably use; "auto" measures.
+        read: how experts are read; "auto" goes by the memory that is left for the page cache.
+        read_threads: expert reads in flight at once.
+        trace: a file to record every routing choice in.
+    """
+
+    expert_bits: int | None = None
+    dense_bits: int | None = None
+    group: int | None = None
+    weights: Literal["auto", "f32"] = "auto"
+    activations: Literal["int16", "int8", "f32"] = "int16"
+    kv: Literal["auto", "bf16", "f32"] = "auto"
+    context: int | None = None
+    threads: int | None = None
+    ram: int | None = None
+    fast_math: bool = False
+    speculate: SpeculateMode = "auto"
+    expert_slots: int | None = None
+    prefetch: PrefetchMode = "auto"
+    read: ReadMode | Literal["auto"] = "auto"
+    read_threads: int = 4
+    trace: Path | None = None
+
+    @property
+    def recipe(self) -> Recipe:
+        """The formats asked for.
+
+        Raises:
+            RequestError: a width or group that no format has, or widths together with f32 weights.
+        """
+        widths = (self.expert_bits, self.dense_bits, self.group)
+        if self.weights == "f32":
+            if widths != (None, None, None):
+                raise RequestError(
+                    "--weights f32 keeps all weights as they are; drop --expert-bits, --dense-bits, --group"
+                )
+            return Recipe.float32()
+        expert_bits, dense_bits, group = (
+            default if value is None else value for value, default in zip(widths, (4, 4, 64), strict=True)
+        )
+        return Recipe.from_bits(expert_bits, dense_bits, group)
+
+    @property
+    def is_kv_bf16(self) -> bool:
+        return self.kv == "bf16" or (self.kv == "auto" and self.weights != "f32")
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What opening a model comes to.
+
+    Attributes:
+        plan: where everything will live; the engine is built from it.
+        sizes: what it was made from.
+        has_mtp, loads_mtp: whether the checkpoint has the multi-token layer, and whether it will be used.
+    """
+
+    plan: Plan
+    sizes: ModelSizes
+    has_mtp: bool
+    loads_mtp: bool
+
+
+def plan_opening(checkpoint: Checkpoint, options: EngineOptions, heat: Heat | None = None) -> Opening:
+    """Check that a model can be opened with these options and plan where it goes; reads no weights.
+
+    Drafts by the multi-token layer pay only while nothing is read from disk, so "auto" loads it when all experts fit.
+
+    Raises:
+        CheckpointError: a weight is missing or has another shape.
+        CapacityError: the least that a pass needs does not fit.
+        RequestError: options contradict each other or the checkpoint.
+    """
+    has_mtp = validate_tensors(checkpoint.config, checkpoint)
+    if options.speculate == "mtp" and not has_mtp:
+        raise CheckpointError(
+            f"{checkpoint.path}: no MTP head in this checkpoint, which --speculate mtp needs; use another --speculate, "
+            "or convert the model again from a source that has the layer"
+        )
+    _check_stored(checkpoint, options)
+    plan, sizes = _plan(checkpoint, options, heat, with_mtp=options.speculate == "mtp")
+    if options.speculate == "auto" and has_mtp and _holds_all(plan, sizes):
+        plan_with, sizes_with = _plan(checkpoint, options, heat, with_mtp=True)
+        if _holds_all(plan_with, sizes_with):
+            return Opening(plan_with, sizes_with, has_mtp, loads_mtp=True)
+    return Opening(plan, sizes, has_mtp, loads_mtp=options.speculate == "mtp")
+
+
+def new_heat(config: ModelConfig) -> Heat:
+    """Heat that knows nothing yet, with a place for the multi-token layer."""
+    return Heat(config.num_hidden_layers + 1, config.n_routed_experts)
+
+
+def _plan(checkpoint: Checkpoint, options: EngineOptions, heat: Heat | None, with_mtp: bool) -> tuple[Plan, ModelSizes]:
+    config = checkpoint.config
+    sizes = model_sizes(checkpoint, options.recipe, with_mtp)
+    is_bf16, explicit = options.is_kv_bf16, options.fast_math
+    widths = [*cache_layout(config, is_bf16).widths, latent_streams(config, True) if with_mtp else {}]
+    demand = Demand(
+        context=_context(options.context, config.max_position_embeddings),
+        is_context_asked=options.context is not None,
+        cache_bytes_per_token=tuple(CacheLayout((streams,), is_bf16).bytes_per_token for streams in widths),
+        pass_bytes=lambda context: pass_bytes(
+            config,
+            min(PREFILL_CHUNK, context),
+            context,
+            is_numpy=cpu.implementation() == "numpy",
+            explicit_prefill=explicit,
+        ),
+        num_read_threads=options.read_threads,
+        expert_slots=options.expert_slots,
+        read_mode=options.read,
+    )
+    budget = host_budget(machine.memory(), machine.anon_rss_bytes(), options.ram)
+    return make_plan(sizes, budget, demand, heat), sizes
+
+
+def _holds_all(plan: Plan, sizes: ModelSizes) -> bool:
+    """Whether nothing will have to be read again."""
+    num_experts = len(sizes.sparse_layers) * sizes.num_experts
+    return not plan.is_streamed and sum(plan.num_slots.values()) == num_experts
+
+
+def _context(asked: int | None, longest: int) -> int:
+    if asked is None:
+        return min(longest, DEFAULT_CONTEXT)
+    if not 2 <= asked <= longest:
+        raise RequestError(f"--context is {asked}, expected 2 to {longest}, the longest this model was made for")
+    return asked
+
+
+def _check_stored(checkpoint: Checkpoint, options: EngineOptions) -> None:
+    """Refuse widths that were asked for by name and differ from what a container stores."""
+    asked, recipe = {"expert": options.expert_bits, "dense": options.dense_bits}, options.recipe
+    for name in expected_tensors(checkpoint.config):
+        kind = tensor_class(name, checkpoint.config)
+        stored = checkpoint.stored(name)
+        if stored is None or kind not in asked:
+            continue
+        wanted = recipe.format_for(name, checkpoint.config)
+        is_asked = asked[kind] is not None or (options.group is not None and stored.format.bits == 4)
+        if is_asked and wanted.is_packed and wanted != stored.format:
+            raise RequestError(
+                f"{checkpoint.path} stores its {kind} weights as {stored.format.name}, asked for as {wanted.name}; "
+                f"drop --expert-bits, --dense-bits and --group, or convert the model again"
+            )
+        asked.pop(kind)
+        if not asked:
+            return

@@ -1,0 +1,114 @@
+"""The multi-token drafter against the reference, and its cache against a fresh one."""
+
+import numpy as np
+import pytest
+from small_models import open_model, prefill
+
+from glm_gpu.batch import Batch
+from glm_gpu.model.mtp import MtpHead
+from glm_gpu.speculative import MtpDrafter
+from glm_gpu.speculative import mtp as mtp_module
+
+
+@pytest.fixture(scope="module")
+def tiny_glm(oracle_dir):
+    return open_model(oracle_dir / "tiny_glm")
+
+
+@pytest.fixture(scope="module")
+def long_text(tiny_glm, oracle_dir):
+    """512 tokens and the trunk's hidden states for them."""
+    with np.load(oracle_dir / "tiny_glm/reference_long.npz") as arrays:
+        ids = arrays["input_ids"].tolist()
+    return ids, prefill(tiny_glm, ids)[0].hidden
+
+
+@pytest.fixture(scope="module")
+def reference(oracle_dir):
+    with np.load(oracle_dir / "tiny_glm/reference.npz") as arrays:
+        return dict(arrays)
+
+
+def new_drafter(model, shares_selection: bool = True) -> MtpDrafter:
+    return MtpDrafter(MtpHead(model), 640, is_bf16=False, shares_selection=shares_selection)
+
+
+def assert_cache_is_fresh(drafter: MtpDrafter, model, ids: list[int], hidden: np.ndarray) -> None:
+    """The drafter's rows are, bit for bit, those of one pass over the text's pairs."""
+    num_rows, head = drafter.cache.length, MtpHead(model)
+    cache = head.new_cache(640, is_bf16=False)
+    head.forward(Batch.of([(ids[1 : num_rows + 1], cache)], "prefill"), hidden[:num_rows])
+    for stream in ("latent", "index_key"):
+        assert np.array_equal(drafter.cache.read(0, stream, num_rows), cache.read(0, stream, num_rows))
+
+
+@pytest.mark.parametrize("chain", ["share", "recompute"])
+def test_drafts_at_depths_one_to_four_are_the_reference_s(tiny_glm, reference, chain):
+    drafter = new_drafter(tiny_glm, shares_selection=chain == "share")
+    prompt = reference["input_ids"].tolist()
+    drafter.observe(prompt, reference["final_hidden"])
+    first = int(reference["greedy_ids"][0])
+    assert drafter.draft([*prompt, first], 4).token_ids == reference[f"mtp_chain_ids_{chain}"].tolist()
+
+
+def test_first_drafts_along_an_answer_are_the_reference_s(tiny_glm, reference):
+    """Each after drafts of other widths, which must leave nothing behind."""
+    prompt, answer = reference["input_ids"].tolist(), reference["greedy_ids"].tolist()
+    hidden = prefill(tiny_glm, prompt + answer)[0].hidden
+    drafter = new_drafter(tiny_glm)
+    drafter.observe(prompt, hidden[: len(prompt)])
+    for n, expected in enumerate(reference["mtp_greedy_draft_ids"].tolist()):
+        assert drafter.draft([*prompt, *answer[: n + 1]], 1 + n % 4).token_ids[0] == expected
+        drafter.observe(answer[n : n + 1], hidden[len(prompt) + n][None])
+
+
+def test_after_200_drafts_accepted_in_every_pattern_the_cache_is_a_fresh_one(tiny_glm, long_text):
+    ids, hidden = long_text
+    rng = np.random.default_rng(2)
+    patterns = {"none": lambda: 1, "one of three": lambda: 2, "all": lambda: 4, "random": lambda: rng.integers(1, 5)}
+    drafter, length = new_drafter(tiny_glm), 3
+    drafter.observe(ids[:length], hidden[:length])
+    for num_kept in patterns.values():
+        for _ in range(50):
+            drafter.draft(ids[: length + 1], 3)
+            stop = length + int(num_kept())
+            drafter.observe(ids[length:stop], hidden[length:stop])
+            length = stop
+        drafter.draft(ids[: length + 1], 1)
+        assert drafter.cache.length == length
+        assert_cache_is_fresh(drafter, tiny_glm, ids, hidden)
+
+
+def test_rows_wait_until_a_draft_needs_them_or_there_are_many(tiny_glm, long_text, monkeypatch):
+    ids, hidden = long_text
+    monkeypatch.setattr(mtp_module, "MAX_PENDING", 40)
+    drafter = new_drafter(tiny_glm)
+    drafter.observe(ids[:40], hidden[:40])
+    assert (drafter.cache.length, drafter.num_pending) == (0, 39)
+    drafter.observe(ids[40:50], hidden[40:50])
+    assert (drafter.cache.length, drafter.num_pending) == (49, 0)
+    drafter.observe(ids[50:60], hidden[50:60])
+    drafter.draft(ids[:61], 2)
+    assert drafter.num_pending == 0
+    assert_cache_is_fresh(drafter, tiny_glm, ids, hidden)
+
+
+def test_a_cut_keeps_all_it_can_and_what_follows_is_as_fresh(tiny_glm, long_text):
+    ids, hidden = long_text
+    drafter = new_drafter(tiny_glm)
+    drafter.observe(ids[:30], hidden[:30])
+    assert drafter.cut(30) == 30
+    assert drafter.cut(20) == 20  # its hidden states were still waiting
+    drafter.draft(ids[:21], 2)
+    assert drafter.cut(20) == 20
+    assert drafter.cut(12) == 11  # the state behind the twelfth token is gone
+    drafter.observe(ids[11:25], hidden[11:25])
+    drafter.draft(ids[:26], 1)
+    assert_cache_is_fresh(drafter, tiny_glm, ids, hidden)
+    other = [*ids[:9], 7, 8, 9]
+    other_hidden = prefill(tiny_glm, other)[0].hidden
+    kept = drafter.cut(9)
+    drafter.observe(other[kept:], other_hidden[kept:])
+    drafter.draft([*other, 5], 1)
+    assert_cache_is_fresh(drafter, tiny_glm, [*other, 5], other_hidden)
+    assert drafter.cut(0) == 0
