@@ -65,6 +65,7 @@ class Result:
         first_token_s: from submission to the first token of the answer; None where none came.
         total_s: from submission to the end.
         prompt: the prompt's tokens, where their scores were asked for.
+        end_token: the one that ended it, where it was an end token.
     """
 
     prompt_tokens: int
@@ -76,6 +77,7 @@ class Result:
     first_token_s: float | None = None
     total_s: float = 0.0
     prompt: list[Token] = field(default_factory=list)
+    end_token: Token | None = None
 
 
 class Listener(Protocol):

@@ -354,6 +354,7 @@ class Scheduler:
         logits, num_before = logits[-1], len(job.ids)
         token_id = job.answer.choose(_biased(logits, request))
         if len(job.ids) == num_before:
+            result.end_token = _scored(token_id, logits, request.num_logprobs)
             self._end(job, "stop")
             return
         result.completion_tokens += 1
