@@ -86,6 +86,23 @@ struct rope {
 #define INTEGER_STEPS 20000 /* of a task: some 50 us */
 #define MULTIPLY_ADD_STEPS 100000 /* of a task: about a millisecond */
 
+enum source { SOURCE_F32, SOURCE_BF16, SOURCE_CODES };
+
+struct quantize {
+    enum source source;
+    const void *data;                      /* [rows, columns] */
+    int rows, columns;
+    const float *code_values;              /* [256], for codes, as are the next four */
+    const float *block_scales;             /* [n, scale_columns] */
+    const int32_t *scale_rows;             /* [rows], below n */
+    int scale_columns, columns_per_scale;
+    enum kind kind;
+    int scale_group;
+    bool half_scales, failed;
+    uint8_t *packed;                       /* [rows, row bytes] */
+    void *scales;                          /* [rows, groups] f32 or f16 */
+};
+
 struct kernels {
     const char *name;
 
@@ -97,6 +114,7 @@ struct kernels {
                         float *y);
     int (*expand_value)(const float *o, int tokens, int heads, const struct matrix *kv_b, int rows_per_head, int nope,
                         enum mode mode, float *y);
+    int (*quantize_rows)(struct quantize *a);
 
     int (*attend)(const struct attention *a); /* 0, or -1 when there is no memory; so is route */
     void (*index_scores)(const struct index_scores *a);

@@ -10,6 +10,7 @@
 #include "matmul.h"
 #include "norm.h"
 #include "rope.h"
+#include "quantize.h"
 #include "router.h"
 
 #define TABLE_OF(name) TABLE_OF_(name)
@@ -23,6 +24,7 @@ const struct kernels TABLE_OF(ISA_NAME) = {
     .expert_ffn = expert_ffn,
     .absorb_query = absorb_query,
     .expand_value = expand_value,
+    .quantize_rows = quantize_rows,
     .attend = attend,
     .index_scores = index_scores,
     .select_top = select_top,

@@ -103,6 +103,7 @@ extern PyMethodDef indexer_methods[];
 extern PyMethodDef limits_methods[];
 extern PyMethodDef matmul_methods[];
 extern PyMethodDef norm_methods[];
+extern PyMethodDef quantize_methods[];
 extern PyMethodDef rope_methods[];
 extern PyMethodDef router_methods[];
 
@@ -113,6 +114,7 @@ static PyMethodDef *const families[] = {
     limits_methods,
     matmul_methods,
     norm_methods,
+    quantize_methods,
     rope_methods,
     router_methods,
 };
