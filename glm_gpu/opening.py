@@ -49,6 +49,7 @@ class EngineOptions:
         read: how experts are read; "auto" goes by the memory that is left for the page cache.
         read_threads: expert reads in flight at once.
         trace: a file to record every routing choice in.
+        num_contexts: full contexts that memory is kept for; a server's sequences share them.
     """
 
     expert_bits: int | None = None
@@ -67,6 +68,7 @@ class EngineOptions:
     read: ReadMode | Literal["auto"] = "auto"
     read_threads: int = 4
     trace: Path | None = None
+    num_contexts: int = 1
 
     @property
     def recipe(self) -> Recipe:
@@ -157,6 +159,7 @@ def _plan(checkpoint: Checkpoint, options: EngineOptions, heat: Heat | None, wit
         num_read_threads=options.read_threads,
         expert_slots=options.expert_slots,
         read_mode=options.read,
+        num_contexts=options.num_contexts,
     )
     budget = host_budget(machine.memory(), machine.anon_rss_bytes(), options.ram)
     return make_plan(sizes, budget, demand, heat), sizes

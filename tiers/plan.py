@@ -32,6 +32,7 @@ class Demand:
     Attributes:
         context: positions of the cache: as asked, or the most that makes sense when `is_context_asked` is False.
         cache_bytes_per_token: [L], of each layer.
+        num_contexts: caches of that many positions, shared by all sequences.
         pass_bytes: the most a pass takes beside weights and cache, given the context.
         num_read_threads: reads in flight at once.
         expert_slots: at most so many slots, over all slab sizes; None for as many as fit.
@@ -45,6 +46,7 @@ class Demand:
     num_read_threads: int = 4
     expert_slots: int | None = None
     read_mode: ReadMode | Literal["auto"] = "auto"
+    num_contexts: int = 1
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Plan:
         context: positions that a session can hold.
         base_bytes: what the process held before anything was loaded.
         dense_bytes: weights that stay in memory, experts apart.
-        cache_bytes, pass_bytes, read_bytes: one full cache, the largest pass, buffers of the reading threads.
+        cache_bytes, pass_bytes, read_bytes: all full caches, the largest pass, buffers of the reading threads.
         num_slots: slots in RAM by their size in bytes.
         num_pinned: how many of them hold hot experts that stay.
         lock_bytes: as much of those as may be locked in memory.
@@ -219,7 +221,7 @@ def _floor(
 ) -> _Floor:
     reasons = []
     pass_bytes = demand.pass_bytes(context)
-    layer_cache_bytes = [context * nbytes for nbytes in demand.cache_bytes_per_token]
+    layer_cache_bytes = [demand.num_contexts * context * nbytes for nbytes in demand.cache_bytes_per_token]
     devices, is_on_device = plan_devices(budget.devices, sizes, uses, layer_cache_bytes, pass_bytes)
     dense_bytes = sizes.dense_bytes - sum(device.dense_bytes for device in devices)
     load_bytes = max(sizes.end_load_bytes, sizes.layer_load_bytes)

@@ -211,8 +211,8 @@ class TieredStore:
             num_pinned = min(self._num_pinned.get(pool.slot_nbytes, 0), pool.num_slots - 1)
             pinned |= hottest(self.heat, pool.layers, num_pinned, residency.pinned)
         residency.repin(pinned)
-        is_first = residency.pass_number == 0
-        self._promotions.want(by_worth(self.heat, self.files.layers) if is_first else sorted(pinned))
+        has_free = any(pool.has_free for pool in residency.pools)
+        self._promotions.want(by_worth(self.heat, self.files.layers) if has_free else sorted(pinned))
         self._promote()
 
     def _promote(self) -> None:

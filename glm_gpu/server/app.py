@@ -32,18 +32,19 @@ from glm_gpu.server.settings import ServerSettings
 
 
 def create_app(
-    engine: Engine, scheduler: Scheduler, settings: ServerSettings, close: Callable[[], None] = lambda: None
+    engine: Engine, scheduler: Scheduler, settings: ServerSettings, on_ready: Callable[[], None] = lambda: None
 ) -> FastAPI:
     """An application that answers from a scheduler that has been started.
 
     Args:
-        close: called once when no more requests come; may wait for those that run.
+        engine: has a tokenizer.
+        on_ready: called once, when requests can be answered.
     """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        on_ready()
         yield
-        await run_in_threadpool(close)
 
     app = FastAPI(title="glm-gpu", version=__version__, lifespan=lifespan, redoc_url=None)
     active = ActiveRequests()

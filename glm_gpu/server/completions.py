@@ -40,14 +40,13 @@ class CompletionAnswer:
     """Completions' events in the shapes of OpenAI's interface, streamed or whole.
 
     Args:
-        tokenizer: None where the model has none; tokens then have no text.
         echo: give the prompt before its answer.
     """
 
     def __init__(
         self,
         generation: Generation,
-        tokenizer: Tokenizer | None,
+        tokenizer: Tokenizer,
         model: str,
         echo: bool,
         has_logprobs: bool,
@@ -118,7 +117,7 @@ class CompletionAnswer:
         return [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}]
 
     def _text(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, special=True) if self._tokenizer else ""
+        return self._tokenizer.decode(ids, special=True)
 
     def _logprobs(self, index: int, tokens: list[Token]) -> dict[str, list]:
         offsets = []
@@ -140,7 +139,7 @@ class CompletionAnswer:
 
     def _spelled(self, token_id: int) -> str:
         """A token's text, or its bytes where they are no whole characters."""
-        spelled = self._tokenizer.token_bytes(token_id) if self._tokenizer else b""
+        spelled = self._tokenizer.token_bytes(token_id)
         try:
             return spelled.decode()
         except UnicodeDecodeError:

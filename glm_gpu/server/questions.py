@@ -65,18 +65,9 @@ class Asker:
     """Makes requests for the scheduler out of what clients send. Slow for long texts: call it off the loop."""
 
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
+        assert engine.tokenizer is not None and engine.chat_template is not None
         self._engine, self._settings = engine, settings
-
-    @property
-    def tokenizer(self):
-        """The model's tokenizer.
-
-        Raises:
-            ApiError: it has none.
-        """
-        if self._engine.tokenizer is None:
-            raise ApiError(400, "this model's folder has no tokenizer.json: only /v1/completions with token ids works")
-        return self._engine.tokenizer
+        self.tokenizer, self._template = engine.tokenizer, engine.chat_template
 
     def check_model(self, name: str | None) -> None:
         """Refuse names that are not this model's.
@@ -94,10 +85,9 @@ class Asker:
         Raises:
             RequestError: malformed messages, or a template that refuses them.
         """
-        assert self.tokenizer
         tools = None if chat.tool_choice == "none" else chat.tools
         values = dict(chat.template_values)
-        return self._engine.chat_template.render(chat.messages, tools or None, True, chat.enable_thinking, **values)
+        return self._template.render(chat.messages, tools or None, True, chat.enable_thinking, **values)
 
     def encode_chat(self, chat: Chat) -> list[int]:
         """The ids of the chat's prompt.
@@ -162,7 +152,7 @@ class Asker:
                 request = self._request(ids, sampling, choice, self._engine.eos_ids, "prompt")
                 constraint = None if grammar is None else self._engine.constraint(grammar)
                 request = _constrained(dataclasses.replace(request, scores_prompt=scores_prompt), constraint)
-                text = self.tokenizer.stream() if self._engine.tokenizer else _NoText()
+                text = self.tokenizer.stream()
                 requests.append((request, Reader(text, _stops(sampling.stops))))
         return requests
 
@@ -256,13 +246,3 @@ def _stops(stops: Sequence[str]) -> Sequence[str]:
     if len(stops) > MAX_STOPS:
         raise ApiError(400, f"stop: {len(stops)} strings, expected at most {MAX_STOPS}", "stop")
     return stops
-
-
-class _NoText:
-    """In place of a tokenizer's stream where there is no tokenizer: ids have no text."""
-
-    def push(self, token_id: int) -> str:
-        return ""
-
-    def finish(self) -> str:
-        return ""

@@ -1,5 +1,6 @@
 """How many drafted tokens are worth verifying, from measured acceptance and measured time."""
 
+import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,12 +15,15 @@ _DECAY = 0.97
 # Before there are guesses: what to expect of the first, and how many guesses that is worth.
 _PRIOR, _PRIOR_TRIALS = 0.5, 2.0
 
-# Times kept of each number of rows, and after how many passes without a new one they are forgotten.
-_WINDOW, _MAX_AGE = 16, 512
+# Costs kept of each number of rows, and after how many passes without a new one they are forgotten.
+_WINDOW, _MAX_AGE = 48, 512
 # A plain pass is timed at least this often, so that there is something to compare with.
-_PLAIN_EVERY = 128
-# Fewer times than this may be outliers: the best of them counts, so that one slow pass does not end a trial.
-_MIN_TIMES = 4
+_PLAIN_EVERY = 48
+# Fewer costs than this may be outliers: the least of them counts, so that one slow pass does not end a trial.
+_MIN_COSTS = 4
+# How far one pass moves the estimate of the machine's speed, and by how much it may differ at most. Much faster than
+# costs follow: those are what the machine's other work leaves as it is.
+_FOLLOW, _LEAP = 0.3, 3.0
 # What one more row is taken to cost before it is tried, and that no more than twice the rows tried are tried next.
 _UNTRIED_ROW = 0.05
 # A drafter whose guesses cost time is tried again after so many passes without it, then after twice as many, and so on.
@@ -75,43 +79,55 @@ class Acceptance:
 
 
 class PassTimes:
-    """Seconds that passes took lately, by their number of rows; waiting for experts is part of it."""
+    """What passes cost by their number of rows, relative to a plain one; waiting for experts is part of it.
+
+    Each time is taken as the machine's present speed, which changes with its other work, times what so many rows cost
+    on it. Every pass tells about both, so widths tried minutes apart can still be compared.
+    """
 
     def __init__(self) -> None:
-        self._times: dict[int, deque[float]] = {}
+        self.plain_s: float | None = None
+        self._costs: dict[int, deque[float]] = {}
         self._typical: dict[int, float] = {}
         self._last_at: dict[int, int] = {}
         self._num_passes = 0
 
     def observe(self, num_rows: int, seconds: float) -> None:
         self._num_passes += 1
-        times = self._times.setdefault(num_rows, deque(maxlen=_WINDOW))
+        if self.plain_s is None:
+            if num_rows > 1:
+                return
+            self.plain_s = seconds
         if self.age(num_rows) > _MAX_AGE:
-            times.clear()
-        times.append(seconds)
-        self._typical[num_rows] = typical(times)
+            self._costs[num_rows] = deque(maxlen=_WINDOW)
+        costs = self._costs[num_rows]
+        if num_rows == 1 or len(costs) >= _MIN_COSTS:
+            now_s = seconds / self._typical.get(num_rows, 1.0)
+            self.plain_s += _FOLLOW * (min(max(now_s, self.plain_s / _LEAP), self.plain_s * _LEAP) - self.plain_s)
+        costs.append(1.0 if num_rows == 1 else seconds / self.plain_s)
+        self._typical[num_rows] = typical(costs)
         self._last_at[num_rows] = self._num_passes
 
     def age(self, num_rows: int) -> int:
         """Passes since one with so many rows."""
-        return self._num_passes - self._last_at.get(num_rows, -_MAX_AGE)
+        return self._num_passes - self._last_at.get(num_rows, -_MAX_AGE - 1)
 
     def table(self) -> dict[int, float]:
-        """Seconds by number of rows, ascending, for those of which there were passes lately."""
-        return {rows: self._typical[rows] for rows in sorted(self._typical) if self.age(rows) < _MAX_AGE}
+        """Costs by number of rows, ascending, of those that there were passes of lately."""
+        return {rows: self._typical[rows] for rows in sorted(self._typical) if self.age(rows) <= _MAX_AGE}
 
 
-def typical(times: Sequence[float]) -> float:
-    """The mean, outliers cut at three times the median; of less than four times, the least."""
-    ordered = sorted(times)
-    if len(ordered) < _MIN_TIMES:
+def typical(costs: Sequence[float]) -> float:
+    """The mean of the middle half; of less than four, the least."""
+    ordered = sorted(costs)
+    if len(ordered) < _MIN_COSTS:
         return ordered[0]
-    ceiling = 3 * ordered[len(ordered) // 2]  # another process took the cores
-    return sum(min(s, ceiling) for s in ordered) / len(ordered)
+    quarter = len(ordered) // 4
+    return statistics.fmean(ordered[quarter : len(ordered) - quarter])
 
 
-def pass_time(table: dict[int, float], num_rows: int) -> float | None:
-    """What a pass with so many rows would take, going by `PassTimes.table`; None if that is too far from any."""
+def pass_cost(table: dict[int, float], num_rows: int) -> float | None:
+    """What a pass with so many rows would cost, going by `PassTimes.table`; None if that is too far from any."""
     if num_rows in table:
         return table[num_rows]
     below = max((rows for rows in table if rows < num_rows), default=None)
@@ -136,9 +152,9 @@ class Choice:
 class WidthPolicy:
     """Picks drafter and width so that tokens a second are the most; one for all sequences of an engine.
 
-    The expected tokens of a pass come from acceptance, its time from passes with as many rows, which includes the
+    The expected tokens of a pass come from acceptance, its cost from passes with as many rows, which includes the
     expert loads that extra rows cause: where the disk limits, a pass with two rows takes nearly twice as long, and the
-    width falls to zero. Costs of untried widths are first taken to be low, so each is tried a few times.
+    width falls to zero. Untried widths are first taken to be cheap, so each is tried a few times.
 
     Args:
         min_width: 1 keeps drafting even where it does not pay.
@@ -150,13 +166,14 @@ class WidthPolicy:
         self.times = PassTimes()
         self.last = Choice()
         self._min_width, self._fixed_width = min_width, fixed_width
-        self._draft_step_s: dict[str, float] = {}
+        self._draft_cost: dict[str, float] = {}
         self._probe_in = self._probe_every = _PROBE_EVERY
 
     def drafted(self, source: str, width: int, seconds: float) -> None:
         """Time that guessing took."""
-        step_s = seconds / width
-        self._draft_step_s[source] = 0.8 * self._draft_step_s.get(source, step_s) + 0.2 * step_s
+        if self.times.plain_s is not None:
+            cost = seconds / width / self.times.plain_s
+            self._draft_cost[source] = 0.9 * self._draft_cost.get(source, cost) + 0.1 * cost
 
     def choose(self, free: Sequence[tuple[str, int]], costly: Sequence[str], limit: int) -> Choice:
         """What to draft for the next pass.
@@ -188,17 +205,16 @@ class WidthPolicy:
         return self._probe([source for source, _ in offers if source in costly])
 
     def _best(self, offers: list[tuple[str, int]]) -> Choice:
-        table = self.times.table()
-        plain_s, best = table[1], Choice(gain=0.0)
+        table, best = self.times.table(), Choice(gain=0.0)
         for source, max_width in offers:
-            tokens, chance = 1.0, 1.0
+            tokens, chance, draft_cost = 1.0, 1.0, self._draft_cost.get(source, 0.0)
             for width, rate in enumerate(self.acceptance.rates(source)[:max_width], start=1):
-                pass_s = pass_time(table, 1 + width)
-                if pass_s is None:
+                cost = pass_cost(table, 1 + width)
+                if cost is None:
                     break
                 chance *= rate
                 tokens += chance
-                gain = tokens * plain_s / (pass_s + width * self._draft_step_s.get(source, 0.0))
+                gain = tokens / (cost + width * draft_cost)
                 if gain > best.gain:
                     best = Choice(source, width, gain)
         return best
@@ -238,9 +254,11 @@ class WidthPolicy:
         for source, depths in sorted(self.acceptance.counts.items()):
             shares = [f"{100 * depth.right / depth.tried:.0f} %" for depth in depths if depth.tried]
             lines.append(f"drafts by {source}: {', '.join(shares)} right by depth, {depths[0].tried} tried")
-        if table:
-            shown = ", ".join(f"{rows}: {1e3 * seconds:.1f} ms" for rows, seconds in table.items())
-            lines.append(f"passes by rows: {shown}")
+        if self.times.plain_s is not None:
+            shown = ", ".join(f"{rows} cost {cost:.2f}" for rows, cost in table.items() if rows > 1)
+            lines.append(
+                f"a pass with one row takes {1e3 * self.times.plain_s:.1f} ms{shown and ' = 1; rows: '}{shown}"
+            )
         return lines + ([self.warning] if self.warning else [])
 
     def as_dict(self) -> dict:
@@ -253,7 +271,8 @@ class WidthPolicy:
                 source: {"tried": [depth.tried for depth in depths], "right": [depth.right for depth in depths]}
                 for source, depths in self.acceptance.counts.items()
             },
-            "pass_s": {str(rows): seconds for rows, seconds in self.times.table().items()},
-            "draft_step_s": dict(self._draft_step_s),
+            "plain_pass_s": self.times.plain_s,
+            "pass_cost": {str(rows): round(cost, 3) for rows, cost in self.times.table().items()},
+            "draft_cost": {source: round(cost, 3) for source, cost in self._draft_cost.items()},
             "warning": self.warning,
         }

@@ -178,6 +178,13 @@ def test_opening_reads_the_hottest_experts_and_pins_them(open_store):
     assert store.tier_map()[1][[10, 11, 12, 13]].min() == 2
 
 
+def test_every_slot_is_filled_in_the_background_however_often_heat_is_reviewed(open_store):
+    store = open_store(300, promote_bytes_s=20e6)
+    while sum(tier.num_experts for tier in store.report() if tier.name != "disk") < 300:
+        store.begin_pass("decode")
+        threading.Event().wait(0.001)
+
+
 def test_shrinking_gives_slots_back_and_the_store_goes_on(open_store):
     store = open_store(64)
     _lease(store, 1, list(range(64)))
