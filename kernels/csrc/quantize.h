@@ -77,9 +77,24 @@ static void quantize_values(const float *values, int n, float scale, float limit
         const int count = n - i < 16 ? n - i : 16;
         f32x16 v = count == 16 ? load16(values + i) : load16_head(values + i, count);
         v = rint16(min16(max16(div16(v, set16(scale)), set16(-limit - 1)), set16(limit)));
-        float whole[16];
-        store16(whole, v);
-        for (int j = 0; j < count; j++) out[i + j] = (int8_t)whole[j];
+        int32_t whole[16];
+        EACH_PART {
+            const i32part w = __builtin_convertvector(v.part[part], i32part);
+            memcpy((char *)whole + part * sizeof w, &w, sizeof w);
+        }
+        int8_t narrow[16];
+        for (int j = 0; j < 16; j++) narrow[j] = (int8_t)whole[j];
+        memcpy(out + i, narrow, count);
+    }
+}
+
+INLINE void pack(const int8_t *integers, int bytes, int bits, int offset, uint8_t *out) {
+    const int per_byte = 8 / bits;
+    for (int i = 0; i < bytes; i++) {
+        unsigned byte = 0;
+        for (int field = 0; field < per_byte; field++)
+            byte |= (unsigned)((integers[i * per_byte + field] + offset) & ((1 << bits) - 1)) << (field * bits);
+        out[i] = (uint8_t)byte;
     }
 }
 
@@ -87,7 +102,7 @@ static void quantize_values(const float *values, int n, float scale, float limit
 
 static void quantize_task(void *arg, int chunk) {
     struct quantize *a = arg;
-    const int per_byte = columns_per_byte(a->kind), bits = bits_of(a->kind), offset = offset_of(a->kind);
+    const int per_byte = columns_per_byte(a->kind), bits = bits_of(a->kind);
     const int group = a->scale_group ? a->scale_group : a->columns;
     const int groups = (a->columns + group - 1) / group, bytes = (a->columns + per_byte - 1) / per_byte;
     const float limit = (float)((1 << (bits - 1)) - 1);
@@ -103,12 +118,12 @@ static void quantize_task(void *arg, int chunk) {
             if (good) quantize_values(values + begin, n, scale, limit, integers + begin);
         }
         uint8_t *out = a->packed + (size_t)row * bytes;
-        for (int i = 0; i < bytes; i++) {
-            unsigned byte = 0;
-            for (int field = 0; field < per_byte; field++)
-                byte |= (unsigned)((integers[i * per_byte + field] + offset) & ((1 << bits) - 1)) << (field * bits);
-            out[i] = (uint8_t)byte;
-        }
+        if (bits == 8)
+            memcpy(out, integers, bytes);
+        else if (bits == 4)
+            pack(integers, bytes, 4, 8, out);
+        else
+            pack(integers, bytes, 2, 2, out);
     }
     free(values);
     free(integers);
