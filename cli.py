@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from glm_gpu import commands_bench, commands_convert, commands_eval, report
+from glm_gpu import commands_bench, commands_convert, commands_eval, commands_serve, commands_tiers, report
 from glm_gpu import options as opt
 from glm_gpu.errors import GlmGpuError, RequestError
 
@@ -167,21 +167,6 @@ def score(
     report.document(report.score_document(found)) if as_json else report.result(report.score_text(found))
 
 
-@app.command(epilog="Example: glm-gpu status --model ~/models/GLM-5.2 --ram 64GiB")
-@opt.expand_options
-def status(model: opt.ModelOptions, as_json: opt.Json = False) -> None:
-    """Show the model and this machine.
-
-    Loads nothing; exit code 1 when the model cannot run here.
-    """
-    from glm_gpu.status import status as look
-
-    found = look(model.model, model.engine_options())
-    report.document(report.status_document(found)) if as_json else report.result(report.status_text(found))
-    if found.problem:
-        raise typer.Exit(1)
-
-
 @app.command(epilog="Example: glm-gpu doctor --model ~/models/GLM-5.2")
 @opt.expand_options
 def doctor(model: opt.ModelOptions, as_json: opt.Json = False) -> None:
@@ -200,14 +185,17 @@ def doctor(model: opt.ModelOptions, as_json: opt.Json = False) -> None:
         raise typer.Exit(1)
 
 
+commands_tiers.register(app)
 commands_convert.register(app)
 commands_eval.register(app)
 commands_bench.register(app)
+commands_serve.register(app)
 
 
 @contextmanager
 def _open(model: opt.ModelOptions, needs_text: bool, speculate: "SpeculateMode" = "off") -> "Iterator[Engine]":
     from glm_gpu.engine import DEMO_MODEL, Engine
+    from glm_gpu.status import publisher
     from glm_gpu.tokenizer import Tokenizer
 
     options, path = model.engine_options(speculate), model.model or DEMO_MODEL
@@ -215,7 +203,7 @@ def _open(model: opt.ModelOptions, needs_text: bool, speculate: "SpeculateMode" 
         Tokenizer.open(path)  # raises; better now than after the weights were read
     with report.progress(f"opening {path}"):
         engine = Engine.open(path, options)
-    with engine:
+    with engine, publisher(engine, commands_tiers.state_folder()):
         yield engine
 
 

@@ -28,8 +28,16 @@ from glm_gpu.stored import SCALES_SUFFIX
 from glm_gpu.tensors import expected_tensors
 
 PIECE_BYTES = 16 << 20
-# Root mean square of uniform integers: -8..7 and -128..127.
-SPREAD = {4: 4.6, 8: 73.9}
+# Random bytes with the least integer, -8 or -128, turned into 0. Without that the mean of a matrix would not be zero,
+# every output would share one direction, and all tokens would choose the same experts.
+_BYTES = np.arange(256, dtype=np.uint8)
+_LOW, _HIGH = _BYTES & 15, _BYTES >> 4
+SYMMETRIC = {
+    4: np.where(_LOW == 0, 8, _LOW) | (np.where(_HIGH == 0, 8, _HIGH) << 4).astype(np.uint8),
+    8: np.where(_BYTES == 128, 0, _BYTES),
+}
+# Their root mean square.
+SPREAD = {4: 4.18, 8: 73.6}
 
 
 def glm_config(num_layers: int, num_dense: int, num_experts: int, vocab_size: int) -> dict:
@@ -91,7 +99,7 @@ class Slice:
         if not format.is_packed:
             return name, "F32", shape, lambda: self._floats(name, shape)
         num_bytes = format.data_nbytes(*shape)
-        return name, "U8", (num_bytes,), lambda: self._pieces(name, num_bytes)
+        return name, "U8", (num_bytes,), lambda: self._pieces(name, num_bytes, SYMMETRIC[format.bits])
 
     def _scales(self, name: str):
         format, (num_rows, num_columns) = self._format(name), self.shapes[name]
@@ -103,10 +111,10 @@ class Slice:
 
         return name + SCALES_SUFFIX, "F32", (count,), make
 
-    def _pieces(self, name: str, num_bytes: int) -> Iterator[bytes]:
+    def _pieces(self, name: str, num_bytes: int, table: np.ndarray) -> Iterator[np.ndarray]:
         rng = self._rng(name)
         for start in range(0, num_bytes, PIECE_BYTES):
-            yield rng.bytes(min(PIECE_BYTES, num_bytes - start))
+            yield table[np.frombuffer(rng.bytes(min(PIECE_BYTES, num_bytes - start)), np.uint8)]
 
     def _floats(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
         values = self._rng(name).standard_normal(shape, np.float32)

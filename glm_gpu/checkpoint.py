@@ -241,7 +241,7 @@ class Checkpoint:
         else:
             values = raw.view(np.float16 if info.dtype == "F16" else np.float32).astype(np.float32, copy=False)
         values = values.reshape(len(raw), *info.shape[1:])
-        self._check_finite(name, values, first_row)
+        self.check_finite(name, values, first_row)
         return values
 
     def read_matrix(
@@ -262,15 +262,12 @@ class Checkpoint:
             return self._read_packed(name, drop_pages)
         return quantize(self.read_f32(name, drop_pages), format)
 
-    def _read_packed(self, name: str, drop_pages: bool) -> QuantizedMatrix:
-        stored = self._stored[name]
-        num_rows = stored.shape[0]
-        data = self.read_raw(name, drop_pages).reshape(num_rows, -1)
-        scales = self.read_raw(name + SCALES_SUFFIX, drop_pages).view(stored.scale_dtype).reshape(num_rows, -1)
-        self._check_finite(name + SCALES_SUFFIX, scales)
-        return QuantizedMatrix(stored.format, stored.shape, data, scales)
+    def check_finite(self, name: str, values: np.ndarray, first_row: int = 0) -> None:
+        """Refuse numbers of a tensor, from row `first_row` of it on, unless all are finite.
 
-    def _check_finite(self, name: str, values: np.ndarray, first_row: int = 0) -> None:
+        Raises:
+            CheckpointError: one is not; the message has its index in the whole tensor.
+        """
         is_finite = np.isfinite(values)
         if not is_finite.all():
             index = np.argwhere(~is_finite)[0].tolist()
@@ -280,6 +277,14 @@ class Checkpoint:
                 f"{self.info(name).shard}: tensor {name!r} is {value} at {index}, "
                 "expected a finite number; fetch the file again"
             )
+
+    def _read_packed(self, name: str, drop_pages: bool) -> QuantizedMatrix:
+        stored = self._stored[name]
+        num_rows = stored.shape[0]
+        data = self.read_raw(name, drop_pages).reshape(num_rows, -1)
+        scales = self.read_raw(name + SCALES_SUFFIX, drop_pages).view(stored.scale_dtype).reshape(num_rows, -1)
+        self.check_finite(name + SCALES_SUFFIX, scales)
+        return QuantizedMatrix(stored.format, stored.shape, data, scales)
 
     def _descriptor(self, shard: Path) -> int:
         with self._lock:

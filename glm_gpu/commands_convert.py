@@ -48,7 +48,7 @@ def convert(
     scales: Annotated[Literal["f32", "f16"], opt.option("--scales", "Type of the scales.")] = "f32",
     rounding: Annotated[
         Literal["rtn", "search"], opt.option("--rounding", "To nearest, or with the scale of least error.")
-    ] = "rtn",
+    ] = "search",
     container: Annotated[
         Literal["glm-gpu", "colibri"], opt.option("--format", "Container to write; colibri's has no manifest.")
     ] = "glm-gpu",

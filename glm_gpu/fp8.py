@@ -25,6 +25,23 @@ def has_known_scale_shape(weight_shape: tuple, scale_shape: tuple, block: tuple[
     return scale_shape in (grid, (num_rows,), (num_rows, 1), (), (1,), (1, 1))
 
 
+def scale_grid(
+    scales: np.ndarray, shape: tuple[int, int], block: tuple[int, int]
+) -> tuple[np.ndarray, tuple[int, int]]:
+    """Scales of any known shape as a grid, and the rows and columns that share one of its entries.
+
+    Args:
+        scales: of a weight of that shape; see `has_known_scale_shape`.
+        block: rows and columns of a block, for scales that are a grid already.
+    """
+    assert has_known_scale_shape(shape, scales.shape, block), (shape, scales.shape, block)
+    num_rows, num_columns = shape
+    if scales.size > 1 and scales.shape == (-(-num_rows // block[0]), -(-num_columns // block[1])):
+        return scales, block
+    scales = scales.reshape(-1, 1)
+    return scales, (1 if len(scales) == num_rows else max(num_rows, 1), max(num_columns, 1))
+
+
 def dequantize_fp8(
     codes: np.ndarray, scales: np.ndarray, block: tuple[int, int], first_row: int = 0, num_rows: int | None = None
 ) -> np.ndarray:
@@ -43,20 +60,13 @@ def dequantize_fp8(
 
     Source: GLM-5.2-FP8, `weight_scale_inv` (a multiplier, despite its name) and `weight_block_size`.
     """
-    num_rows, num_columns = num_rows or len(codes), codes.shape[1]
-    assert has_known_scale_shape((num_rows, num_columns), scales.shape, block), (codes.shape, scales.shape, block)
-    grid = (-(-num_rows // block[0]), -(-num_columns // block[1]))
-    if scales.size > 1 and scales.shape == grid:
-        row_of_scale, columns_of_scale = np.arange(num_rows) // block[0], block[1]
-    else:
-        scales = scales.reshape(-1, 1)
-        row_of_scale = np.arange(num_rows) if len(scales) == num_rows else np.zeros(num_rows, int)
-        columns_of_scale = num_columns
-    row_of_scale = row_of_scale[first_row : first_row + len(codes)]
+    num_columns = codes.shape[1]
+    scales, (block_rows, block_columns) = scale_grid(scales, (num_rows or len(codes), num_columns), block)
+    row_of_scale = np.arange(first_row, first_row + len(codes)) // block_rows
     result = np.empty(codes.shape, np.float32)
     step = max(1, _BLOCK_WEIGHTS // max(1, num_columns))
     for start in range(0, len(codes), step):
         rows = slice(start, start + step)
         result[rows] = E4M3[codes[rows]]
-        result[rows] *= np.repeat(scales[row_of_scale[rows]], columns_of_scale, axis=1)[:, :num_columns]
+        result[rows] *= np.repeat(scales[row_of_scale[rows]], block_columns, axis=1)[:, :num_columns]
     return result

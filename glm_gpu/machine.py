@@ -122,6 +122,20 @@ def anon_rss_bytes(root: Path = _ROOT) -> int | None:
     return _status_bytes(root, "RssAnon")
 
 
+def process_start(pid: int, root: Path = _ROOT) -> str | None:
+    """What tells a running process from a later one of the same number; None when it does not run."""
+    if not (root / "proc/self/stat").exists():
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return None
+        except PermissionError:  # it runs for another user
+            pass
+        return "running"
+    fields = _read(root / f"proc/{pid}/stat").rpartition(")")[2].split()  # the name before may hold anything
+    return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else None
+
+
 def gpu_absence(root: Path = _ROOT) -> str | None:
     """Why no NVIDIA device can be used here, or None when the driver lists one."""
     if not (root / "proc/driver/nvidia/version").exists():

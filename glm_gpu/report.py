@@ -31,6 +31,11 @@ def document(value: Any) -> None:
     result(json.dumps(value, ensure_ascii=False))
 
 
+def screen(text: str) -> None:
+    """A result in place of the one before, on a terminal; below it elsewhere."""
+    stream(f"\x1b[H\x1b[2J{text}\n" if sys.stdout.isatty() else text + "\n\n")
+
+
 def note(text: str) -> None:
     """A line beside the result: progress, speed, a hint."""
     sys.stderr.write(_styled(text, "dim", sys.stderr) + "\n")
@@ -123,7 +128,7 @@ def score_document(score: Any) -> dict:
 def score_text(score: Any) -> str:
     """What `score` prints."""
     windows = f" in {score.windows} windows" if score.windows > 1 else ""
-    return _table(
+    return table(
         [
             ("tokens", f"{score.tokens}{windows}, {score.tok_s:.1f} tok/s"),
             ("log-likelihood", f"{score.log_likelihood:.4f} nats over {score.scored_tokens} tokens"),
@@ -186,7 +191,7 @@ def status_text(status: Any) -> str:
         ("gpu", here.gpu_absence or "there, but this version computes on the CPU"),
         ("engine", f"not ready: {status.problem}" if status.problem else "ready"),
     ]
-    return _table(rows)
+    return table(rows)
 
 
 def checks_text(checks: list) -> str:
@@ -201,7 +206,8 @@ def checks_text(checks: list) -> str:
     return "\n".join(lines)
 
 
-def _table(rows: list[tuple[str, str]]) -> str:
+def table(rows: list[tuple[str, str]]) -> str:
+    """Lines of a name and what belongs to it, aligned."""
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
 

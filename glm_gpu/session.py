@@ -42,6 +42,17 @@ class Session:
         """The tokens whose keys and values are cached, in order."""
         return self._cached_ids
 
+    @property
+    def cache(self) -> KVCache:
+        """Its rows, to be saved or, while it is empty, filled from a file."""
+        return self._cache
+
+    def resume(self, ids: Sequence[int]) -> None:
+        """Go on from a cache that was filled with the rows of these tokens while the session was empty."""
+        assert not self._cached_ids and self._cache.length == len(ids)
+        self._cached_ids = list(ids)
+        self._speculator.skip_beginning(len(ids))
+
     def reset(self) -> None:
         """Forget everything."""
         self._cut(0)

@@ -6,12 +6,14 @@ from pathlib import Path
 from glm_gpu import machine
 from glm_gpu.checkpoint import Checkpoint
 from glm_gpu.config import ModelConfig
-from glm_gpu.engine import DEMO_MODEL
+from glm_gpu.engine import DEMO_MODEL, Engine
 from glm_gpu.errors import GlmGpuError
 from glm_gpu.kernels import cpu
 from glm_gpu.opening import EngineOptions, plan_opening
 from glm_gpu.recipe import tensor_class
+from glm_gpu.tiers.live import StatusPublisher
 from glm_gpu.tiers.plan import Plan
+from glm_gpu.tiers.snapshot import snapshots
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,16 @@ def status(path: Path | None, options: EngineOptions) -> Status:
     except GlmGpuError as error:
         return Status(path, here, model, None, str(error))
     return Status(path, here, model, plan, None)
+
+
+def publisher(engine: Engine, folder: Path | None) -> StatusPublisher:
+    """Tells other processes what an engine does, while it is open.
+
+    Args:
+        folder: the state folder, or None for nowhere.
+    """
+    facts = {"model": str(engine.checkpoint.path), "fingerprint": engine.checkpoint.fingerprint}
+    return StatusPublisher(folder, snapshots(engine.store, facts))
 
 
 def _model(checkpoint: Checkpoint) -> ModelStatus:

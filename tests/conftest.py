@@ -18,6 +18,12 @@ def oracle_dir() -> Path:
     return Path(__file__).parent / "data" / "oracle"
 
 
+@pytest.fixture(autouse=True)
+def _own_state_folder(tmp_path_factory, monkeypatch):
+    """Commands keep heat and status below the tests' folder, not the user's."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.getbasetemp() / "state"))
+
+
 @pytest.fixture
 def copy_oracle(oracle_dir, tmp_path):
     """copy_oracle("tiny_glm") -> a copy of that checkpoint's config, index and shards that a test may damage."""

@@ -113,3 +113,10 @@ def test_tokens_of_probability_zero_are_never_accepted():
         answer = Answer([FIRST], SamplingParams(seed=seed), max_tokens=2)
         assert answer.verify([3], logits)[0] != 3
     assert np.isneginf(apply_temperature(logits[0], 1.0)[3])
+
+
+def test_penalties_count_the_answer_s_tokens_and_not_the_prompt_s():
+    best = int(LOGITS[FIRST].argmax())
+    answer = Answer([best, FIRST], SamplingParams(temperature=0, presence_penalty=50.0), max_tokens=3)
+    assert answer.choose(LOGITS[FIRST]) == best
+    assert answer.choose(LOGITS[FIRST]) != best

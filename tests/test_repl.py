@@ -39,7 +39,7 @@ def talk(engine, monkeypatch, capsys):
 
         stats = SimpleNamespace(
             prompt_tokens=1, reused_tokens=0, completion_tokens=1, prefill_tok_s=1.0, decode_tok_s=1.0,
-            finish_reason="stop",
+            drafted_tokens=0, finish_reason="stop",
         )  # fmt: skip
         session = SimpleNamespace(generate=generate, last=stats, cached_ids=[], reset=lambda: None)
         monkeypatch.setattr(engine, "session", lambda is_chat: session)

@@ -27,7 +27,7 @@ PATTERNS: dict[str, Callable[[int], bool]] = {
 @pytest.fixture(scope="module")
 def engine(oracle_dir):
     """The oracle's GLM with its multi-token layer, in float weights."""
-    options = EngineOptions(weights="f32", activations="f32", context=128, speculate="mtp")
+    options = EngineOptions(weights="f32", activations="f32", context=64, speculate="mtp")
     with Engine.open(oracle_dir / "tiny_glm", options) as engine:
         yield engine
 
@@ -41,7 +41,7 @@ def plain(engine):
         session = session_of(engine, Speculator("off", WidthPolicy()))
         return list(session.generate(prompt, params, max_tokens, ignore_eos))
 
-    return lambda prompt=PROMPT, params=GREEDY, max_tokens=24, ignore_eos=False: answer(
+    return lambda prompt=PROMPT, params=GREEDY, max_tokens=20, ignore_eos=False: answer(
         tuple(prompt), params, max_tokens, ignore_eos
     )
 
@@ -65,11 +65,11 @@ def mtp_drafter(engine: Engine) -> MtpDrafter:
 def test_greedy_answers_are_those_without_drafts(engine, plain, pattern, width):
     expected = plain()
     session = planned(engine, PROMPT + expected, PATTERNS[pattern], width)
-    assert list(session.generate(PROMPT, GREEDY, 24)) == expected
+    assert list(session.generate(PROMPT, GREEDY, 20)) == expected
     if pattern == "all":
-        assert session.last.num_passes == -(-23 // (width + 1))
+        assert session.last.num_passes == -(-19 // (width + 1))
     if pattern == "none":
-        assert session.last.num_passes == 23
+        assert session.last.num_passes == 19
 
 
 @pytest.mark.parametrize("mode", ["mtp", "ngram", "auto"])
@@ -94,8 +94,8 @@ def test_every_drafter_and_mixture_gives_the_plain_answer(engine, plain, mode, w
 def test_each_token_is_chosen_with_the_history_and_draw_it_has_without_drafts(engine, plain, params):
     expected = plain(params=params)
     session = planned(engine, PROMPT + expected, PATTERNS["random"], 4)
-    assert list(session.generate(PROMPT, params, 24)) == expected
-    assert session.last.accepted_tokens > 5
+    assert list(session.generate(PROMPT, params, 20)) == expected
+    assert session.last.accepted_tokens > 3
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 5, 6])
@@ -103,6 +103,7 @@ def test_max_tokens_is_exact_however_many_drafts_are_right(engine, plain, max_to
     session = planned(engine, PROMPT + plain(), PATTERNS["all"], 4)
     assert len(list(session.generate(PROMPT, GREEDY, max_tokens))) == max_tokens
     assert (session.last.completion_tokens, session.last.finish_reason) == (max_tokens, "length")
+    assert session.last.num_passes + session.last.drafted_tokens <= max_tokens - 1 or max_tokens == 1
 
 
 def test_the_context_can_be_filled_to_its_last_position(engine, plain):
@@ -186,7 +187,7 @@ def test_requests_that_cannot_be_answered_are_refused_at_once(engine):
         session.generate([], GREEDY)
     with pytest.raises(RequestError, match="token id 320 is outside the vocabulary of 320"):
         session.generate([1, 320], GREEDY)
-    with pytest.raises(RequestError, match="the context holds 128"):
-        session.generate([1] * 128, GREEDY)
+    with pytest.raises(RequestError, match="the context holds 64"):
+        session.generate([1] * 64, GREEDY)
     with pytest.raises(RequestError, match="max_tokens is 0"):
         session.generate([1], GREEDY, 0)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from glm_gpu.tiers.budget import DeviceBudget
+from glm_gpu.tiers.placement import hottest_first
 from glm_gpu.tiers.sizes import ModelSizes
 
 
@@ -114,8 +115,8 @@ def _hottest(sizes: ModelSizes, values: np.ndarray, layers: Sequence[int], room:
     sparse = [layer for layer in layers if sizes.slot_nbytes[layer]]
     if not sparse:
         return chosen
-    nbytes = np.repeat(np.array([sizes.slot_nbytes[layer] for layer in sparse], np.int64), sizes.num_experts)
-    order = np.argsort(-values[sparse].ravel() / nbytes, kind="stable")
-    order = order[: np.searchsorted(np.cumsum(nbytes[order]), room, side="right")]
-    chosen[np.repeat(sparse, sizes.num_experts)[order], order % sizes.num_experts] = True
+    members = np.flatnonzero(np.isin(np.arange(len(values)), sparse).repeat(sizes.num_experts))
+    nbytes = np.repeat(np.array(sizes.slot_nbytes, np.int64), sizes.num_experts)
+    order = hottest_first(members, values.ravel()[members] / nbytes[members], sizes.num_experts)
+    chosen.ravel()[order[: np.searchsorted(np.cumsum(nbytes[order]), room, side="right")]] = True
     return chosen

@@ -29,18 +29,8 @@ class HeatFile:
 
     def load(self, num_layers: int, num_experts: int) -> Heat:
         """The heat that earlier runs left, weighing little; a fresh one when there is none to trust."""
-        heat = Heat(num_layers, num_experts)
-        content = None if self.path is None else read_state(self.path, _KIND, _VERSION)
-        if content is None:
-            return heat
-        header, arrays = content
-        if header.get("fingerprint") != self._fingerprint:
-            log.warning("%s: not used (belongs to another model); starting afresh", self.path)
-            return heat
-        try:
-            heat.restore(arrays)
-        except ValueError as error:
-            log.warning("%s: not used (%s); starting afresh", self.path, error)
+        heat = None if self.path is None else read_heat(self.path, self._fingerprint, num_layers, num_experts)
+        if heat is None:
             return Heat(num_layers, num_experts)
         heat.begin_run()
         return heat
@@ -58,3 +48,21 @@ class HeatFile:
                 self.path,
                 error.strerror,
             )
+
+
+def read_heat(path: Path, fingerprint: str, num_layers: int, num_experts: int) -> Heat | None:
+    """The heat in a file, as it was written; None, told of in one warning, when there is none to trust."""
+    content = read_state(path, _KIND, _VERSION)
+    if content is None:
+        return None
+    header, arrays = content
+    if header.get("fingerprint") != fingerprint:
+        log.warning("%s: not used (belongs to another model); starting afresh", path)
+        return None
+    heat = Heat(num_layers, num_experts)
+    try:
+        heat.restore(arrays)
+    except ValueError as error:
+        log.warning("%s: not used (%s); starting afresh", path, error)
+        return None
+    return heat

@@ -23,6 +23,16 @@ def expected_uses(sizes: ModelSizes, heat: Heat | None) -> np.ndarray:
     return alike * is_sparse[:, None]
 
 
+def hottest_first(members: np.ndarray, values: np.ndarray, num_experts: int) -> np.ndarray:
+    """Experts by falling value; of equals the lower number first, so that without heat all layers get alike.
+
+    Args:
+        members: [n] int, layer * E + expert.
+        values: [n] f64.
+    """
+    return members[np.lexsort((members % num_experts, -values))]
+
+
 def least_slots(sizes: ModelSizes, expert_slots: int | None) -> dict[int, int]:
     """The slots by size that a plan has in any case: room for one layer's experts of one token, in every size.
 
@@ -53,12 +63,12 @@ def slots_by_heat(
     spare = (nbytes > 0) & ~is_elsewhere
     for size, least in least_slots(sizes, expert_slots).items():
         members = np.flatnonzero((nbytes == size) & spare)
-        first = members[np.argsort(-uses.ravel()[members], kind="stable")[:least]]
+        first = hottest_first(members, uses.ravel()[members], sizes.num_experts)[:least]
         spare.ravel()[first] = False
         counts[size] = len(first)
     room -= sum(size * count for size, count in counts.items())
     rest = np.flatnonzero(spare)
-    order = rest[np.argsort(-uses.ravel()[rest] / nbytes.ravel()[rest], kind="stable")]
+    order = hottest_first(rest, uses.ravel()[rest] / nbytes.ravel()[rest], sizes.num_experts)
     num = int(np.searchsorted(np.cumsum(nbytes.ravel()[order]), room, side="right"))
     if expert_slots is not None:
         num = min(num, expert_slots - sum(counts.values()))
@@ -82,11 +92,11 @@ def place(
     flat = tiers.ravel()
     for size, count in num_slots.items():
         members = np.flatnonzero((nbytes == size) & ~is_on_device)
-        hottest = members[np.argsort(-uses.ravel()[members], kind="stable")]
+        hottest = hottest_first(members, uses.ravel()[members], sizes.num_experts)
         flat[hottest[:count]] = TIERS.index("ram")
         flat[hottest[: num_locked.get(size, 0)]] = TIERS.index("locked")
     rest = np.flatnonzero(flat == TIERS.index("disk"))
-    rest = rest[np.argsort(-uses.ravel()[rest] / nbytes.ravel()[rest], kind="stable")]
+    rest = hottest_first(rest, uses.ravel()[rest] / nbytes.ravel()[rest], sizes.num_experts)
     num = np.searchsorted(np.cumsum(nbytes.ravel()[rest]), page_cache_bytes, side="right")
     flat[rest[:num]] = TIERS.index("page cache")
     return tiers

@@ -78,14 +78,18 @@ def _row(runs: Sequence[Run], mode: ReadMode, depth: int, seconds: float) -> Rea
             _drop_pages(order)
         shares.append(cached_share(order[:64]))
         try:
-            rates.append(_read_for(order, mode, depth, seconds))
+            rates.append(read_rate(order, mode, depth, seconds))
         except OSError as error:
             return ReadRate(mode, depth, 0.0, 0.0, 0.0, shares[0], refused=error.strerror)
     return ReadRate(mode, depth, statistics.median(rates), min(rates), max(rates), statistics.mean(shares))
 
 
-def _read_for(order: Sequence[Run], mode: ReadMode, depth: int, seconds: float) -> float:
-    """GB/s of reading runs in order, over and over, with `depth` threads."""
+def read_rate(order: Sequence[Run], mode: ReadMode, depth: int, seconds: float) -> float:
+    """GB/s of reading runs in order, over and over, with `depth` threads.
+
+    Raises:
+        OSError: the file system refuses the mode.
+    """
     flags = os.O_RDONLY | (os.O_DIRECT if mode == "direct" else 0)
     descriptors = {path: os.open(path, flags) for path in {run.shard for run in order}}
     position, num_bytes, failures, lock = iter(range(1 << 60)), [0], [], threading.Lock()

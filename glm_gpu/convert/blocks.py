@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from glm_gpu.checkpoint import Checkpoint
+from glm_gpu.checkpoint import FP8_SCALE_SUFFIX, Checkpoint
 from glm_gpu.convert.plan import PlannedShard, PlannedTensor
-from glm_gpu.convert.rounding import quantize_search
 from glm_gpu.convert.settings import ConvertSettings
 from glm_gpu.errors import CheckpointError
-from glm_gpu.quant import Format, QuantizedMatrix, quantize
+from glm_gpu.kernels.quantize import decode_fp8, quantize, quantize_search
+from glm_gpu.quant import Format, QuantizedMatrix
 
 # 16 MiB of f32 a block; with its raw bytes, temporaries and result below 60 MB for each thread and block ahead
 BLOCK_WEIGHTS = 4 << 20
@@ -116,8 +116,7 @@ class ShardBlocks:
         began = time.perf_counter()
         raw = self._checkpoint.read_rows(name, block.start, block.stop, drop_pages=True)
         read = time.perf_counter()
-        values = self._checkpoint.decode_rows(name, raw, block.start)
-        values = values.reshape(len(values), -1)
+        values = self._decode(name, raw, block.start)
         try:
             matrix = _quantized(values, block.tensor.format, self._settings)
         except ValueError as error:
@@ -129,6 +128,17 @@ class ShardBlocks:
             quantize_weights=values.size,
         )
         return matrix
+
+    def _decode(self, name: str, raw: np.ndarray, first_row: int) -> np.ndarray:
+        """The numbers of rows as read, [rows, columns] f32; a vector has one column."""
+        checkpoint = self._checkpoint
+        info = checkpoint.info(name)
+        if info.dtype != "F8_E4M3":
+            return checkpoint.decode_rows(name, raw, first_row).reshape(len(raw), -1)
+        scales = checkpoint.read_f32(name + FP8_SCALE_SUFFIX)
+        values = decode_fp8(raw, scales, checkpoint.config.weight_block_size, first_row, info.shape[0])
+        checkpoint.check_finite(name, values, first_row)
+        return values
 
 
 def _quantized(values: np.ndarray, format: Format, settings: ConvertSettings) -> QuantizedMatrix:

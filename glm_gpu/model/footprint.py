@@ -49,7 +49,8 @@ def _latent_attention(config: ModelConfig, num_rows: int, context: int, is_numpy
     quantized = heads * rank * _INT16
     num_bytes = num_rows * ((values + max(indexer, selected)) * _F32 + quantized)
     if is_numpy:
-        num_bytes += num_rows * max(heads, config.index_n_heads) * context * 8 * _F32
+        scores = max(8 * heads * selected, 4 * config.index_n_heads * context)
+        num_bytes += num_rows * scores * _F32
     if explicit_prefill:
         width = config.qk_nope_head_dim + config.v_head_dim + config.qk_head_dim
         num_bytes += context * heads * width * _F32

@@ -12,10 +12,13 @@ from glm_gpu.engine import Engine
 from glm_gpu.kernels import cpu
 from glm_gpu.machine import peak_rss_bytes
 from glm_gpu.scheduler import Scheduler
+from glm_gpu.tiers.placement import TIERS
 
 # Rates are over the requests for status of the last seconds.
 _RATE_WINDOW_S = 10.0
 _HEAT_LEVELS = 9
+# What `TieredStore.tier_map` calls 0, 1, 2.
+_TIER_OF_CODE = np.array([TIERS.index(name) for name in ("disk", "ram", "locked")])
 
 
 class Live:
@@ -83,16 +86,21 @@ class Live:
     def experts(self) -> dict[str, Any]:
         """The map of layers and experts: for each sparse layer a digit an expert for its tier, and one for its heat.
 
-        A tier is 0 on disk, 1 in memory, 2 pinned; heat runs from 0, never used, to 9, the map's most used experts.
+        A tier's digit is its place in `names`; heat runs from 0, never used, to 9, the map's most used experts.
         """
         store = self._engine.store
         places = store.tier_map()
         uses = {layer: sum(store.heat.uses[phase][layer] for phase in store.heat.uses) for layer in places}
         greatest = max((int(layer_uses.max()) for layer_uses in uses.values()), default=0)
         return {
+            "names": list(TIERS),
             "experts": self._engine.config.n_routed_experts,
             "layers": [
-                {"layer": layer, "tiers": _digits(place), "heat": _digits(_levels(uses[layer], greatest))}
+                {
+                    "layer": layer,
+                    "tiers": _digits(_TIER_OF_CODE[place]),
+                    "heat": _digits(_levels(uses[layer], greatest)),
+                }
                 for layer, place in sorted(places.items())
             ],
         }

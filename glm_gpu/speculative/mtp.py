@@ -37,6 +37,7 @@ class MtpDrafter:
         self._shares_selection = shares_selection
         self._next_ids: list[int] = []  # of the cached rows
         self._pending: list[tuple[np.ndarray, int]] = []  # rows behind them: hidden state, next token
+        self._skipped = 0  # tokens before the first observed one; rows count from there
         self._length = 0
         self._last_hidden: np.ndarray | None = None
 
@@ -44,6 +45,14 @@ class MtpDrafter:
     def num_pending(self) -> int:
         """Rows that the next draft has to run first."""
         return len(self._pending)
+
+    def skip(self, length: int) -> None:
+        """Begin behind so many tokens whose hidden states nobody has, as when the trunk's cache came from a file.
+
+        Rows hold positions relative to each other only, so the layer just sees a shorter text.
+        """
+        assert self._length == 0
+        self._skipped = length
 
     def observe(self, token_ids: Sequence[int], hidden: np.ndarray) -> None:
         for token_id, state in zip(token_ids, hidden, strict=True):
@@ -57,8 +66,12 @@ class MtpDrafter:
     def cut(self, length: int) -> int:
         """See `Drafter.cut`. The row behind the last token kept needs that token's hidden state: where it is no longer
         held, one token less is kept."""
+        length -= self._skipped
+        if length <= 0:
+            self._skipped += length
+            length = 0
         if length == self._length:
-            return length
+            return self._skipped + length
         num_rows = len(self._next_ids)
         if length > num_rows:
             self._last_hidden = self._pending[length - 1 - num_rows][0]
@@ -69,11 +82,11 @@ class MtpDrafter:
             self._cut_rows(length)
             self._last_hidden = None
         self._length = length
-        return length
+        return self._skipped + length
 
     def draft(self, ids: Sequence[int], width: int) -> Draft:
         """The layer's best guess, fed back `width - 1` times together with the hidden state it came with."""
-        assert len(ids) == self._length + 1 and self._last_hidden is not None
+        assert len(ids) == self._skipped + self._length + 1 and self._last_hidden is not None
         self._cut_rows(min(len(self._next_ids), self._length - 1))
         output, selections = self._run([*self._pending, (self._last_hidden, ids[-1])], "decode")
         self._pending = []

@@ -50,6 +50,11 @@ class Speculator:
         """See `Drafter.cut`."""
         return min((drafter.cut(length) for drafter in self._drafters), default=length)
 
+    def skip_beginning(self, length: int) -> None:
+        """The sequence begins with so many tokens that no drafter observed."""
+        if self._mtp is not None:
+            self._mtp.skip(length)
+
     def propose(self, ids: Sequence[int], limit: int, constraint: Constraint | None = None) -> list[int]:
         """Tokens to verify behind the last one, at most `limit`; none for a plain pass.
 

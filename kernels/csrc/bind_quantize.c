@@ -1,61 +1,124 @@
 #include "bind.h"
 #include "dispatch.h"
 
-/* quantize_rows(data, bits, group, packed, scales, code_values, block_scales, scale_rows, columns_per_scale) -> bool
- * The last four are None, or for FP8 codes: [256] f32, [n, m] f32, [rows] int32 below n, an int. */
-static PyObject *py_quantize_rows(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+#include <limits.h>
+
+/* Weights, and what lies beside them for each group: [rows, columns] and [rows, groups]. */
+static bool rows_and_groups(const struct array *w, int group, const struct array *beside, const char *name) {
+    Py_ssize_t columns = w->shape[1];
+    if (w->shape[0] > INT_MAX || columns > INT_MAX) {
+        PyErr_SetString(PyExc_ValueError, "w has more rows or columns than an int holds");
+        return false;
+    }
+    if (group % 64 && group < columns) {
+        PyErr_Format(PyExc_ValueError, "group is %d, expected a multiple of 64 or at least %zd", group, columns);
+        return false;
+    }
+    return array_size(beside, name, 0, w->shape[0]) && array_size(beside, name, 1, (columns + group - 1) / group);
+}
+
+static struct group_rows group_rows_of(const struct array *w, int group) {
+    return (struct group_rows){
+        .w = w->data, .num_rows = (int)w->shape[0], .num_columns = (int)w->shape[1], .group = group,
+    };
+}
+
+static PyObject *py_group_absmax(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
-    struct array data = {0}, packed = {0}, scales = {0}, values = {0}, block_scales = {0}, scale_rows = {0};
-    struct quantize a = {0};
-    int bits, failed = 0;
-    bool good = num_arguments("quantize_rows", nargs, 9) && array_read(&data, args[0], "data", "fHB", 2) &&
-                int_argument(args[1], "bits", 2, 8, &bits) && int_argument(args[2], "group", 0, 128, &a.scale_group) &&
-                array_write(&packed, args[3], "packed", "B", 2) && array_write(&scales, args[4], "scales", "fe", 2);
-    if (good && ((bits != 2 && bits != 4 && bits != 8) || (a.scale_group & 63) != 0)) {
-        PyErr_Format(PyExc_ValueError, "bits %d in groups of %d: no such format", bits, a.scale_group);
-        good = false;
-    }
-    if (good) {
-        a.kind = bits == 8 ? KIND_INT8 : bits == 4 ? KIND_INT4 : KIND_INT2;
-        a.source = data.type == 'f' ? SOURCE_F32 : data.type == 'H' ? SOURCE_BF16 : SOURCE_CODES;
-        a.rows = (int)data.shape[0], a.columns = (int)data.shape[1];
-        a.half_scales = scales.type == 'e';
-        a.data = data.data, a.packed = packed.data, a.scales = scales.data;
-        const struct matrix form = {.rows = a.rows, .columns = a.columns, .kind = a.kind, .scale_group = a.scale_group};
-        good = array_size(&packed, "packed", 0, a.rows) && array_size(&packed, "packed", 1, (Py_ssize_t)row_bytes(&form)) &&
-               array_size(&scales, "scales", 0, a.rows) && array_size(&scales, "scales", 1, scales_per_row(&form));
-    }
-    if (good && a.source == SOURCE_CODES) {
-        good = array_read(&values, args[5], "code_values", "f", 1) && array_size(&values, "code_values", 0, 256) &&
-               array_read(&block_scales, args[6], "block_scales", "f", 2) &&
-               array_read(&scale_rows, args[7], "scale_rows", "i", 1) &&
-               array_size(&scale_rows, "scale_rows", 0, a.rows) &&
-               int_argument(args[8], "columns_per_scale", 1, INT32_MAX, &a.columns_per_scale);
-        if (good) {
-            a.code_values = values.data, a.block_scales = block_scales.data, a.scale_rows = scale_rows.data;
-            a.scale_columns = (int)block_scales.shape[1];
-            good = array_size(&block_scales, "block_scales", 1,
-                              ((Py_ssize_t)a.columns + a.columns_per_scale - 1) / a.columns_per_scale);
-        }
-        for (int i = 0; good && i < a.rows; i++)
-            if (a.scale_rows[i] < 0 || a.scale_rows[i] >= block_scales.shape[0]) {
-                PyErr_Format(PyExc_ValueError, "scale_rows: found %d, expected less than %zd", (int)a.scale_rows[i],
-                             block_scales.shape[0]);
-                good = false;
-            }
-    }
-    if (good) {
+    struct array w = {0}, out = {0};
+    int group;
+    bool is_finite = false;
+    bool ok = num_arguments("group_absmax", nargs, 3) && array_read(&w, args[0], "w", "f", 2) &&
+              int_argument(args[1], "group", 1, INT_MAX, &group) && array_write(&out, args[2], "out", "f", 2) &&
+              rows_and_groups(&w, group, &out, "out");
+    if (ok) {
+        struct group_rows a = group_rows_of(&w, group);
         Py_BEGIN_ALLOW_THREADS
-        failed = active->quantize_rows(&a);
+        is_finite = active->group_absmax(&a, out.data);
         Py_END_ALLOW_THREADS
     }
-    array_release(&data), array_release(&packed), array_release(&scales);
-    array_release(&values), array_release(&block_scales), array_release(&scale_rows);
-    return good ? PyBool_FromLong(!failed) : NULL;
+    array_release(&w), array_release(&out);
+    return ok ? PyBool_FromLong(is_finite) : NULL;
+}
+
+static PyObject *py_group_errors(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    struct array w = {0}, scales = {0}, out = {0};
+    int group, qmax, failed = 0;
+    bool ok = num_arguments("group_errors", nargs, 5) && array_read(&w, args[0], "w", "f", 2) &&
+              array_read(&scales, args[1], "scales", "f", 2) && int_argument(args[2], "group", 1, INT_MAX, &group) &&
+              int_argument(args[3], "qmax", 1, 127, &qmax) && array_write(&out, args[4], "out", "d", 2) &&
+              rows_and_groups(&w, group, &scales, "scales") && rows_and_groups(&w, group, &out, "out");
+    if (ok) {
+        struct group_rows a = group_rows_of(&w, group);
+        Py_BEGIN_ALLOW_THREADS
+        failed = active->group_errors(&a, scales.data, qmax, out.data);
+        Py_END_ALLOW_THREADS
+    }
+    array_release(&w), array_release(&scales), array_release(&out);
+    if (!ok) return NULL;
+    if (failed) return PyErr_NoMemory();
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_pack_rows(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    struct array w = {0}, scales = {0}, out = {0};
+    int group, bits;
+    bool ok = num_arguments("pack_rows", nargs, 5) && array_read(&w, args[0], "w", "f", 2) &&
+              array_read(&scales, args[1], "scales", "f", 2) && int_argument(args[2], "group", 1, INT_MAX, &group) &&
+              int_argument(args[3], "bits", 2, 8, &bits) && array_write(&out, args[4], "out", "B", 2) &&
+              rows_and_groups(&w, group, &scales, "scales") && array_size(&out, "out", 0, w.shape[0]) &&
+              array_size(&out, "out", 1, (w.shape[1] * bits + 7) / 8);
+    if (ok && bits != 2 && bits != 4 && bits != 8) {
+        PyErr_Format(PyExc_ValueError, "bits is %d, expected 2, 4 or 8", bits);
+        ok = false;
+    }
+    if (ok) {
+        struct group_rows a = group_rows_of(&w, group);
+        Py_BEGIN_ALLOW_THREADS
+        active->pack_rows(&a, scales.data, bits, out.data);
+        Py_END_ALLOW_THREADS
+    }
+    array_release(&w), array_release(&scales), array_release(&out);
+    if (!ok) return NULL;
+    Py_RETURN_NONE;
+}
+
+static PyObject *py_decode_fp8(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    struct array codes = {0}, table = {0}, scales = {0}, out = {0};
+    struct fp8_rows a = {0};
+    bool ok = num_arguments("decode_fp8", nargs, 7) && array_read(&codes, args[0], "codes", "B", 2) &&
+              array_read(&table, args[1], "table", "f", 1) && array_size(&table, "table", 0, 256) &&
+              array_read(&scales, args[2], "scales", "f", 2) &&
+              int_argument(args[3], "block_rows", 1, INT_MAX, &a.block_rows) &&
+              int_argument(args[4], "block_columns", 1, INT_MAX, &a.block_columns) &&
+              int_argument(args[5], "first_row", 0, INT_MAX, &a.first_row) &&
+              array_write(&out, args[6], "out", "f", 2) && array_size(&out, "out", 0, codes.shape[0]) &&
+              array_size(&out, "out", 1, codes.shape[1]);
+    if (ok && (codes.shape[1] > INT_MAX || a.first_row + codes.shape[0] > INT_MAX ||
+               scales.shape[0] * a.block_rows < a.first_row + codes.shape[0] ||
+               scales.shape[1] * a.block_columns < codes.shape[1])) {
+        PyErr_SetString(PyExc_ValueError, "scales do not cover all codes");
+        ok = false;
+    }
+    if (ok) {
+        a.codes = codes.data, a.table = table.data, a.scales = scales.data;
+        a.num_rows = (int)codes.shape[0], a.num_columns = (int)codes.shape[1], a.grid_columns = (int)scales.shape[1];
+        Py_BEGIN_ALLOW_THREADS
+        active->decode_fp8(&a, out.data);
+        Py_END_ALLOW_THREADS
+    }
+    array_release(&codes), array_release(&table), array_release(&scales), array_release(&out);
+    if (!ok) return NULL;
+    Py_RETURN_NONE;
 }
 
 PyMethodDef quantize_methods[] = {
-    METHOD(quantize_rows, "quantize_rows(data, bits, group, packed, scales, code_values, block_scales, scale_rows, "
-                          "columns_per_scale): False when something is not finite or does not fit."),
+    METHOD(group_absmax, "group_absmax(w, group, out): whether all weights are finite; out gets their groups' largest."),
+    METHOD(group_errors, "group_errors(w, scales, group, qmax, out): each group's squared error under its scale."),
+    METHOD(pack_rows, "pack_rows(w, scales, group, bits, out): packed integers under given scales."),
+    METHOD(decode_fp8, "decode_fp8(codes, table, scales, block_rows, block_columns, first_row, out)"),
     {NULL, NULL, 0, NULL},
 };

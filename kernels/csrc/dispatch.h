@@ -83,25 +83,19 @@ struct rope {
     float *out;                            /* like x, another array */
 };
 
-#define INTEGER_STEPS 20000 /* of a task: some 50 us */
-#define MULTIPLY_ADD_STEPS 100000 /* of a task: about a millisecond */
-
-enum source { SOURCE_F32, SOURCE_BF16, SOURCE_CODES };
-
-struct quantize {
-    enum source source;
-    const void *data;                      /* [rows, columns] */
-    int rows, columns;
-    const float *code_values;              /* [256], for codes, as are the next four */
-    const float *block_scales;             /* [n, scale_columns] */
-    const int32_t *scale_rows;             /* [rows], below n */
-    int scale_columns, columns_per_scale;
-    enum kind kind;
-    int scale_group;
-    bool half_scales, failed;
-    uint8_t *packed;                       /* [rows, row bytes] */
-    void *scales;                          /* [rows, groups] f32 or f16 */
+struct group_rows {
+    const float *w;                        /* [num_rows, num_columns] */
+    int num_rows, num_columns;
+    int group;                             /* columns that share a scale: a multiple of 64, or all */
 };
+
+struct fp8_rows {
+    const uint8_t *codes;                  /* [num_rows, num_columns], rows of a matrix from first_row on */
+    const float *table, *scales;           /* [256]; of the whole matrix, a row of grid_columns for each block_rows */
+    int num_rows, num_columns, first_row, block_rows, block_columns, grid_columns;
+};
+
+#define MULTIPLY_ADD_STEPS 100000 /* of a task: about a millisecond */
 
 struct kernels {
     const char *name;
@@ -114,7 +108,6 @@ struct kernels {
                         float *y);
     int (*expand_value)(const float *o, int tokens, int heads, const struct matrix *kv_b, int rows_per_head, int nope,
                         enum mode mode, float *y);
-    int (*quantize_rows)(struct quantize *a);
 
     int (*attend)(const struct attention *a); /* 0, or -1 when there is no memory; so is route */
     void (*index_scores)(const struct index_scores *a);
@@ -124,7 +117,10 @@ struct kernels {
     void (*rope)(const struct rope *a);
     void (*read_all)(const void *data, uint32_t *sums, int num_tasks); /* tasks of 1 MiB */
     double (*multiply_add)(float *sums, int num_tasks);
-    double (*integer_multiply_add)(int32_t *sums, int num_tasks);
+    bool (*group_absmax)(const struct group_rows *a, float *out); /* whether all are finite */
+    int (*group_errors)(const struct group_rows *a, const float *scales, int qmax, double *out);
+    void (*pack_rows)(const struct group_rows *a, const float *scales, int bits, uint8_t *out);
+    void (*decode_fp8)(const struct fp8_rows *a, float *out);
     void (*silu_mul)(const float *gate, const float *up, float *out, ptrdiff_t size);
 };
 

@@ -5,12 +5,11 @@
 #include "attention.h"
 #include "ffn.h"
 #include "indexer.h"
-#include "integer_limit.h"
 #include "limits.h"
 #include "matmul.h"
 #include "norm.h"
-#include "rope.h"
 #include "quantize.h"
+#include "rope.h"
 #include "router.h"
 
 #define TABLE_OF(name) TABLE_OF_(name)
@@ -24,7 +23,6 @@ const struct kernels TABLE_OF(ISA_NAME) = {
     .expert_ffn = expert_ffn,
     .absorb_query = absorb_query,
     .expand_value = expand_value,
-    .quantize_rows = quantize_rows,
     .attend = attend,
     .index_scores = index_scores,
     .select_top = select_top,
@@ -33,6 +31,9 @@ const struct kernels TABLE_OF(ISA_NAME) = {
     .rope = rope,
     .read_all = read_all,
     .multiply_add = multiply_add,
-    .integer_multiply_add = integer_multiply_add,
+    .group_absmax = group_absmax,
+    .group_errors = group_errors,
+    .pack_rows = pack_rows,
+    .decode_fp8 = decode_fp8,
     .silu_mul = silu_mul,
 };

@@ -1,137 +1,120 @@
-/* Weights into packed rows, for the converter; the bytes of glm_gpu.quant.quantize. */
+/* Putting weights into packed formats, and decoding FP8; the bits of kernels/quantize.py. Each call runs on the thread
+ * that makes it: the converter splits its work over threads of its own. Written for the compiler to vectorise. */
 #pragma once
-#include <stdlib.h>
-
 #include "dispatch.h"
-#include "pool.h"
-#include "scales.h"
 
-/* Nearest f16, ties to even; a value beyond the range becomes infinity. value is positive. */
-INLINE uint16_t float_to_half(float value) {
-#if defined(__F16C__)
-    return (uint16_t)_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT);
-#else
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    if (value >= 65520.0f) return 0x7C00;
-    if (value < 0x1p-14f) { /* subnormal: multiples of 2^-24; adding 0.5 leaves them in the last bits */
-        value += 0.5f;      /* one unit in the last place of 0.5 .. 1 is 2^-24 */
-        memcpy(&bits, &value, 4);
-        return (uint16_t)(bits - 0x3F000000);
-    }
-    bits += 0xFFF + (bits >> 13 & 1); /* round at the 13 bits that f16 lacks */
-    return (uint16_t)((bits >> 13) - ((127 - 15) << 10));
-#endif
+#include <stdlib.h>
+#include <string.h>
+
+/* Groups are whole multiples of this, or the whole row, so every chunk of a row lies in one group. */
+#define CHUNK 64
+
+/* A weight's integer as a float: clipped, then to nearest, half to even. Adding 1.5 * 2^23 leaves no bits below 1. */
+static inline float quantized(float weight, float scale, float low, float high) {
+    float x = weight / scale;
+    x = x < low ? low : x;
+    x = x > high ? high : x;
+    return (x + 12582912.0f) - 12582912.0f;
 }
 
-/* One row of the source as f32. */
-static void source_row(const struct quantize *a, int row, float *out) {
-    const size_t at = (size_t)row * a->columns;
-    if (a->source == SOURCE_F32) {
-        memcpy(out, (const float *)a->data + at, (size_t)a->columns * 4);
-    } else if (a->source == SOURCE_BF16) {
-        const uint16_t *bits = (const uint16_t *)a->data + at;
-        for (int i = 0; i < a->columns; i++) {
-            const uint32_t wide = (uint32_t)bits[i] << 16;
-            memcpy(out + i, &wide, 4);
-        }
-    } else {
-        const uint8_t *codes = (const uint8_t *)a->data + at;
-        const float *scales = a->block_scales + (size_t)a->scale_rows[row] * a->scale_columns;
-        for (int i = 0; i < a->columns;) {
-            const float scale = scales[i / a->columns_per_scale];
-            int end = (i / a->columns_per_scale + 1) * a->columns_per_scale;
-            if (end > a->columns) end = a->columns;
-            for (; i < end; i++) out[i] = a->code_values[codes[i]] * scale;
+static bool group_absmax(const struct group_rows *a, float *out) {
+    int32_t largest_of_all = 0;
+    for (int row = 0; row < a->num_rows; row++) {
+        const float *w = a->w + (ptrdiff_t)row * a->num_columns;
+        for (int begin = 0; begin < a->num_columns; begin += a->group) {
+            int count = a->num_columns - begin < a->group ? a->num_columns - begin : a->group;
+            int32_t largest = 0; /* magnitudes are ordered like their bits */
+            for (int i = 0; i < count; i++) {
+                int32_t bits;
+                memcpy(&bits, &w[begin + i], sizeof bits);
+                bits &= INT32_MAX;
+                largest = bits > largest ? bits : largest;
+            }
+            memcpy(out++, &largest, sizeof largest);
+            largest_of_all = largest > largest_of_all ? largest : largest_of_all;
         }
     }
+    return largest_of_all < 0x7f800000; /* infinity and NaN lie above */
 }
 
-/* The scale of n values, stored at `index`; 0 when they are not finite or f16 cannot hold it. */
-static float make_scale(const struct quantize *a, const float *values, int n, float limit, size_t index) {
-    uint32_t largest = 0;
-    for (int i = 0; i < n; i++) {
-        uint32_t bits;
-        memcpy(&bits, values + i, 4);
-        bits &= 0x7FFFFFFF;
-        largest = bits > largest ? bits : largest;
+/* Halves of e are added until one number is left; what is over at an odd size is added to the first. */
+static inline double folded(double *e, int size) {
+    while (size > 1) {
+        int half = size / 2;
+        for (int i = 0; i < half; i++) e[i] += e[half + i];
+        if (size % 2) e[0] += e[size - 1];
+        size = half;
     }
-    if (largest >= 0x7F800000) return 0;
-    float scale;
-    memcpy(&scale, &largest, 4);
-    scale /= limit;
-    if (scale < 1e-8f) scale = 1e-8f;
-    if (!a->half_scales) {
-        memcpy((char *)a->scales + 4 * index, &scale, 4);
-        return scale;
-    }
-    uint16_t half = float_to_half(scale);
-    if (half == 0) half = 1; /* 2^-24 */
-    if (half >= 0x7C00) return 0;
-    memcpy((char *)a->scales + 2 * index, &half, 2);
-    return half_to_float(half);
+    return e[0];
 }
 
-static void quantize_values(const float *values, int n, float scale, float limit, int8_t *out) {
-    for (int i = 0; i < n; i += 16) {
-        const int count = n - i < 16 ? n - i : 16;
-        f32x16 v = count == 16 ? load16(values + i) : load16_head(values + i, count);
-        v = rint16(min16(max16(div16(v, set16(scale)), set16(-limit - 1)), set16(limit)));
-        int32_t whole[16];
-        EACH_PART {
-            const i32part w = __builtin_convertvector(v.part[part], i32part);
-            memcpy((char *)whole + part * sizeof w, &w, sizeof w);
+static inline double group_error(const float *w, int count, float scale, float low, float high, double *e, int group) {
+    for (int i = 0; i < count; i++) {
+        float value = quantized(w[i], scale, low, high) * scale;
+        double difference = value - w[i];
+        e[i] = difference * difference;
+    }
+    for (int i = count; i < group; i++) e[i] = 0.0;
+    return folded(e, group);
+}
+
+static int group_errors(const struct group_rows *a, const float *scales, int qmax, double *out) {
+    double small[2 * CHUNK];
+    double *e = a->group <= 2 * CHUNK ? small : malloc((size_t)a->group * sizeof *e);
+    if (!e) return -1;
+    float low = (float)(-qmax - 1), high = (float)qmax;
+    for (int row = 0; row < a->num_rows; row++) {
+        const float *w = a->w + (ptrdiff_t)row * a->num_columns;
+        for (int begin = 0; begin < a->num_columns; begin += a->group) {
+            int count = a->num_columns - begin < a->group ? a->num_columns - begin : a->group;
+            float scale = *scales++;
+            if (count == CHUNK && a->group == CHUNK) /* sizes the compiler knows: all of it in registers */
+                *out++ = group_error(w + begin, CHUNK, scale, low, high, e, CHUNK);
+            else
+                *out++ = group_error(w + begin, count, scale, low, high, e, a->group);
         }
-        int8_t narrow[16];
-        for (int j = 0; j < 16; j++) narrow[j] = (int8_t)whole[j];
-        memcpy(out + i, narrow, count);
     }
+    if (e != small) free(e);
+    return 0;
 }
 
-INLINE void pack(const int8_t *integers, int bytes, int bits, int offset, uint8_t *out) {
-    const int per_byte = 8 / bits;
-    for (int i = 0; i < bytes; i++) {
-        unsigned byte = 0;
-        for (int field = 0; field < per_byte; field++)
-            byte |= (unsigned)((integers[i * per_byte + field] + offset) & ((1 << bits) - 1)) << (field * bits);
-        out[i] = (uint8_t)byte;
-    }
-}
-
-#define QUANTIZE_ROWS 8
-
-static void quantize_task(void *arg, int chunk) {
-    struct quantize *a = arg;
-    const int per_byte = columns_per_byte(a->kind), bits = bits_of(a->kind);
-    const int group = a->scale_group ? a->scale_group : a->columns;
-    const int groups = (a->columns + group - 1) / group, bytes = (a->columns + per_byte - 1) / per_byte;
-    const float limit = (float)((1 << (bits - 1)) - 1);
-    float *values = malloc((size_t)a->columns * sizeof *values);
-    int8_t *integers = calloc((size_t)bytes * per_byte, 1); /* unused fields of the last byte stand for 0 */
-    bool good = values && integers;
-    for (int row = chunk * QUANTIZE_ROWS; good && row < (chunk + 1) * QUANTIZE_ROWS && row < a->rows; row++) {
-        source_row(a, row, values);
-        for (int g = 0; good && g < groups; g++) {
-            const int begin = g * group, n = a->columns - begin < group ? a->columns - begin : group;
-            const float scale = make_scale(a, values + begin, n, limit, (size_t)row * groups + g);
-            good = scale != 0;
-            if (good) quantize_values(values + begin, n, scale, limit, integers + begin);
+static void pack_rows(const struct group_rows *a, const float *scales, int bits, uint8_t *out) {
+    int qmax = (1 << (bits - 1)) - 1, offset = bits == 8 ? 0 : qmax + 1;
+    int groups = (a->num_columns + a->group - 1) / a->group;
+    float low = (float)(-qmax - 1), high = (float)qmax;
+    ptrdiff_t row_bytes = ((ptrdiff_t)a->num_columns * bits + 7) / 8;
+    for (int row = 0; row < a->num_rows; row++, out += row_bytes, scales += groups) {
+        const float *w = a->w + (ptrdiff_t)row * a->num_columns;
+        for (int begin = 0; begin < a->num_columns; begin += CHUNK) {
+            int count = a->num_columns - begin < CHUNK ? a->num_columns - begin : CHUNK;
+            float scale = scales[begin / a->group];
+            uint8_t fields[CHUNK];
+            for (int i = 0; i < count; i++)
+                fields[i] = (uint8_t)((int)quantized(w[begin + i], scale, low, high) + offset);
+            for (int i = count; i < CHUNK; i++) fields[i] = (uint8_t)offset;
+            uint8_t *bytes = out + (ptrdiff_t)begin * bits / 8;
+            int num_bytes = (count * bits + 7) / 8;
+            if (bits == 8)
+                memcpy(bytes, fields, (size_t)num_bytes);
+            else if (bits == 4)
+                for (int j = 0; j < num_bytes; j++) bytes[j] = (uint8_t)(fields[2 * j] | fields[2 * j + 1] << 4);
+            else
+                for (int j = 0; j < num_bytes; j++)
+                    bytes[j] = (uint8_t)(fields[4 * j] | fields[4 * j + 1] << 2 | fields[4 * j + 2] << 4 |
+                                         fields[4 * j + 3] << 6);
         }
-        uint8_t *out = a->packed + (size_t)row * bytes;
-        if (bits == 8)
-            memcpy(out, integers, bytes);
-        else if (bits == 4)
-            pack(integers, bytes, 4, 8, out);
-        else
-            pack(integers, bytes, 2, 2, out);
     }
-    free(values);
-    free(integers);
-    if (!good) __atomic_store_n(&a->failed, true, __ATOMIC_RELAXED);
 }
 
-/* Returns 0, or -1: something is not finite, too large for f16, or memory is short. */
-static int quantize_rows(struct quantize *a) {
-    pool_run(quantize_task, a, (a->rows + QUANTIZE_ROWS - 1) / QUANTIZE_ROWS);
-    return a->failed ? -1 : 0;
+static void decode_fp8(const struct fp8_rows *a, float *out) {
+    for (int row = 0; row < a->num_rows; row++) {
+        const uint8_t *codes = a->codes + (ptrdiff_t)row * a->num_columns;
+        const float *scales = a->scales + (ptrdiff_t)((a->first_row + row) / a->block_rows) * a->grid_columns;
+        for (int begin = 0; begin < a->num_columns; begin += a->block_columns) {
+            int end = a->num_columns - begin < a->block_columns ? a->num_columns : begin + a->block_columns;
+            float scale = scales[begin / a->block_columns];
+            for (int i = begin; i < end; i++) out[i] = a->table[codes[i]] * scale;
+        }
+        out += a->num_columns;
+    }
 }

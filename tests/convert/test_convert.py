@@ -13,6 +13,7 @@ from glm_gpu.convert.settings import ConvertSettings
 from glm_gpu.convert.source import LocalSource, open_source
 from glm_gpu.errors import CheckpointError, RequestError, UnsupportedModelError
 from glm_gpu.fp8 import E4M3
+from glm_gpu.kernels.quantize import quantize_search
 from glm_gpu.quant import FORMATS, bf16_to_f32, f32_to_bf16, quantize
 from glm_gpu.recipe import tensor_class
 from glm_gpu.tensors import expected_tensors
@@ -21,6 +22,8 @@ WIDTHS = [(16, 16, 64), (8, 8, 64), (4, 4, 64), (4, 4, 128), (4, 4, 0), (2, 2, 6
 
 
 def converted(source_dir, out, **settings):
+    """Convert, to nearest unless said otherwise: what loading a checkpoint does."""
+    settings = {"rounding": "rtn"} | settings
     with LocalSource(source_dir) as source:
         return convert(source, out, ConvertSettings(**settings), threads=2)
 
@@ -70,6 +73,24 @@ def test_awkward_sizes_and_values_in_blocks_of_a_few_rows(kind, scales, widths, 
     source = make_source(kind)
     converted(source, tmp_path / "out", **options)
     same_as_load_time(source, tmp_path / "out", ConvertSettings(**options))
+
+
+@pytest.mark.parametrize("scales", ["f32", "f16"])
+def test_searched_scales_are_those_of_whole_weights(scales, make_source, tmp_path, monkeypatch):
+    monkeypatch.setattr(blocks, "BLOCK_WEIGHTS", 257 * 13)
+    source = make_source("bf16")
+    settings = ConvertSettings(4, 2, 64, scales, "search")
+    with LocalSource(source) as opened:
+        convert(opened, tmp_path / "out", settings, threads=2)
+    with Checkpoint.open(source) as ck, Checkpoint.open(tmp_path / "out") as container:
+        assert container.manifest.rounding == "search"
+        for name, shape in expected_tensors(ck.config).items():
+            format = settings.recipe.format_for(name, ck.config)
+            if format.is_packed:
+                expected = quantize_search(ck.read_f32(name), format, settings.scale_dtype)
+                found = container.read_matrix(name, shape, format)
+                np.testing.assert_array_equal(found.data, expected.data, err_msg=name)
+                np.testing.assert_array_equal(found.scales, expected.scales, err_msg=name)
 
 
 def test_fp8_weights_equal_a_loop_over_single_values(make_source, tmp_path):
@@ -187,7 +208,8 @@ def test_threads_do_not_change_the_bytes(make_source, tmp_path, monkeypatch):
     reports = []
     for threads in (1, 5):
         with LocalSource(source) as opened:
-            reports.append(convert(opened, tmp_path / f"out{threads}", ConvertSettings(), threads=threads))
+            settings = ConvertSettings(rounding="rtn")
+            reports.append(convert(opened, tmp_path / f"out{threads}", settings, threads=threads))
     assert reports[0].shards == reports[1].shards
 
 

@@ -21,7 +21,7 @@ def expert_prefixes(config):
 @pytest.mark.parametrize("shard_bytes", [64 << 10, 1 << 30])
 def test_expert_is_one_run_on_a_page_border_of_one_shard(num_shards, shard_bytes, make_source, tmp_path):
     # dealing tensors out over 9 shards tears experts, and FP8 weights from their scales
-    settings = ConvertSettings(shard_bytes=shard_bytes)
+    settings = ConvertSettings(rounding="rtn", shard_bytes=shard_bytes)
     with LocalSource(make_source("fp8", num_shards)) as source:
         convert(source, tmp_path / "out", settings, threads=1)
     with Checkpoint.open(tmp_path / "out") as container:
@@ -44,7 +44,7 @@ def test_experts_come_first_in_every_shard(make_source, tmp_path):
 
 def test_planned_sizes_and_headers_are_those_of_the_files(make_source, tmp_path):
     with LocalSource(make_source("fp8", 3)) as source:
-        settings = ConvertSettings(shard_bytes=128 << 10)
+        settings = ConvertSettings(rounding="rtn", shard_bytes=128 << 10)
         plan = plan_conversion(source.config, source.tensors, settings, source.has_mtp)
         convert(source, tmp_path / "out", settings, threads=1)
     assert len(plan.shards) > 5

@@ -21,7 +21,7 @@ from glm_gpu.convert.source import LocalSource
 from glm_gpu.errors import CheckpointError, RequestError
 
 # 57 shards of tiny_glm_fp8, so that a kill has many moments to hit
-SMALL_SHARDS = ConvertSettings(shard_bytes=64 << 10)
+SMALL_SHARDS = ConvertSettings(rounding="rtn", shard_bytes=64 << 10)
 CONVERT_SCRIPT = """
 import sys
 from pathlib import Path
@@ -30,7 +30,7 @@ from glm_gpu.convert.settings import ConvertSettings
 from glm_gpu.convert.source import LocalSource
 print("begins", flush=True)
 with LocalSource(Path(sys.argv[1])) as source:
-    convert(source, Path(sys.argv[2]), ConvertSettings(shard_bytes=64 << 10), threads=2)
+    convert(source, Path(sys.argv[2]), ConvertSettings(rounding="rtn", shard_bytes=64 << 10), threads=2)
 """
 ROOT = Path(__file__).parents[2]
 
@@ -140,7 +140,7 @@ def test_other_settings_are_refused_by_name(other, message, oracle_dir, tmp_path
     source, out = oracle_dir / "tiny_glm_fp8", tmp_path / "out"
     begin(source, out, 1)
     with pytest.raises(RequestError, match=message):
-        run_conversion(source, out, ConvertSettings(shard_bytes=64 << 10, **other))
+        run_conversion(source, out, ConvertSettings(**{"rounding": "rtn", "shard_bytes": 64 << 10} | other))
 
 
 @pytest.mark.parametrize("other", [other for other, _ in OTHER_SETTINGS[:5]], ids=str)
@@ -149,7 +149,7 @@ def test_other_settings_are_refused_for_a_complete_container(other, oracle_dir, 
     run_conversion(source, out)
     before = container_hash(out)
     with pytest.raises(RequestError, match="asked for"):
-        run_conversion(source, out, ConvertSettings(shard_bytes=64 << 10, **other))
+        run_conversion(source, out, ConvertSettings(**{"rounding": "rtn", "shard_bytes": 64 << 10} | other))
     assert container_hash(out) == before
 
 

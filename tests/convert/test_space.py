@@ -15,7 +15,7 @@ from glm_gpu.convert.source import LocalSource
 from glm_gpu.errors import CapacityError
 from glm_gpu.safetensors_write import write_safetensors
 
-SETTINGS = ConvertSettings(shard_bytes=256 << 10)
+SETTINGS = ConvertSettings(rounding="rtn", shard_bytes=256 << 10)
 
 
 @pytest.fixture(scope="module")

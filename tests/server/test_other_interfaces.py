@@ -140,7 +140,9 @@ def test_status_and_the_map_of_experts_are_those_of_the_store(served, http):
     places = served.engine.store.tier_map()
     assert [row["layer"] for row in found["layers"]] == sorted(places)
     for row in found["layers"]:
-        assert row["tiers"] == "".join(map(str, places[row["layer"]])) and len(row["heat"]) == found["experts"] == 64
+        names = [("disk", "ram", "locked")[code] for code in places[row["layer"]]]
+        assert [found["names"][int(digit)] for digit in row["tiers"]] == names
+        assert len(row["heat"]) == found["experts"] == 64
     assert http.get("/health").json() == {"status": "ok"}
 
 

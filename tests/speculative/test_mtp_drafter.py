@@ -79,6 +79,41 @@ def test_after_200_drafts_accepted_in_every_pattern_the_cache_is_a_fresh_one(tin
         assert_cache_is_fresh(drafter, tiny_glm, ids, hidden)
 
 
+def test_a_token_other_than_the_one_drafted_behind_replaces_its_row(tiny_glm, long_text):
+    ids, hidden = long_text
+    drafter = new_drafter(tiny_glm)
+    drafter.observe(ids[:20], hidden[:20])
+    drafter.draft([*ids[:20], ids[20] + 1], 3)
+    drafter.observe(ids[20:25], hidden[20:25])
+    drafter.draft(ids[:26], 1)
+    assert_cache_is_fresh(drafter, tiny_glm, ids, hidden)
+
+
+@pytest.mark.parametrize("shares_selection", [True, False])
+def test_later_steps_attend_over_the_first_step_s_selection_where_the_config_says_so(
+    tiny_glm, long_text, monkeypatch, shares_selection
+):
+    ids, hidden = long_text
+    used, forward = [], MtpHead.forward
+
+    def spy(self, batch, hidden, selections=None, probe=None):
+        output, found = forward(self, batch, hidden, selections, probe)
+        used.append((selections, found))
+        return output, found
+
+    monkeypatch.setattr(MtpHead, "forward", spy)
+    drafter = new_drafter(tiny_glm, shares_selection)
+    drafter.observe(ids[:40], hidden[:40])
+    drafter.draft(ids[:41], 3)
+    (first, found), *later = used
+    assert first is None and len(later) == 2
+    for selections, _ in later:
+        if shares_selection:
+            assert np.array_equal(selections[0].rows, found[0].rows[-1:])
+        else:
+            assert selections is None
+
+
 def test_rows_wait_until_a_draft_needs_them_or_there_are_many(tiny_glm, long_text, monkeypatch):
     ids, hidden = long_text
     monkeypatch.setattr(mtp_module, "MAX_PENDING", 40)
@@ -112,3 +147,21 @@ def test_a_cut_keeps_all_it_can_and_what_follows_is_as_fresh(tiny_glm, long_text
     drafter.draft([*other, 5], 1)
     assert_cache_is_fresh(drafter, tiny_glm, [*other, 5], other_hidden)
     assert drafter.cut(0) == 0
+
+
+def test_behind_a_beginning_that_was_skipped_it_drafts_from_the_rest(tiny_glm, long_text):
+    ids, hidden = long_text
+    resumed, fresh = new_drafter(tiny_glm), new_drafter(tiny_glm)
+    resumed.skip(100)
+    resumed.observe(ids[100:130], hidden[100:130])
+    fresh.observe(ids[100:130], hidden[100:130])
+    assert resumed.draft(ids[:131], 3) == fresh.draft(ids[100:131], 3)
+    assert resumed.cut(120) == 119
+    resumed.observe(ids[119:140], hidden[119:140])
+    fresh.observe(ids[130:140], hidden[130:140])
+    assert resumed.draft(ids[:141], 3) == fresh.draft(ids[100:141], 3)
+    assert resumed.cut(90) == 90
+    again = new_drafter(tiny_glm)
+    for drafter in (resumed, again):
+        drafter.observe(ids[90:100], hidden[90:100])
+    assert resumed.draft(ids[:101], 2) == again.draft(ids[90:101], 2)

@@ -52,12 +52,15 @@ def test_phases_are_counted_apart_and_the_clock_takes_both():
     heat.count(1, prompt, "prefill")
     for ids in answer:
         heat.count(1, ids, "decode")
+    last = routing(rng, 1)  # a prompt of which all but a token was cached
+    heat.count(1, last, "prefill")
+    prompt = np.concatenate([prompt, last])
     np.testing.assert_array_equal(heat.uses["prefill"][1], np.bincount(prompt.ravel(), minlength=NUM_EXPERTS))
     np.testing.assert_array_equal(
         heat.uses["decode"][1], np.bincount(np.concatenate(answer).ravel(), minlength=NUM_EXPERTS)
     )
-    assert heat.clock.tolist() == [0, 37]
-    assert heat.tokens["prefill"].tolist() == [0, 30]
+    assert heat.clock.tolist() == [0, 38]
+    assert heat.tokens["prefill"].tolist() == [0, 31]
 
 
 def test_last_use_is_the_last_token_that_chose_an_expert():

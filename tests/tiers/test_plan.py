@@ -114,6 +114,19 @@ def test_hottest_experts_for_their_bytes_get_the_slots():
     assert hot[1:6][locked[1:6]].min() >= hot[1:6][(in_slots & ~locked)[1:6]].max()
 
 
+def test_slots_go_to_the_slab_size_whose_experts_are_used_more_for_their_bytes():
+    def slots_of_draft_layer(draft_uses: list[int]) -> int:
+        heat = Heat(7, 16)
+        for layer in range(1, 6):
+            heat.count(layer, np.tile([[0, 1, 2]], (300, 1)), "decode")
+        heat.count(6, np.array([np.roll(draft_uses, n)[:3] for n in range(300)]), "decode")
+        return small_plan(8000, heat).num_slots[200]
+
+    even, narrow = slots_of_draft_layer(list(range(16))), slots_of_draft_layer([0, 1, 2, 3])
+    assert narrow > 3  # the fourth expert of a narrow draft layer beats the idle ones of every other layer
+    assert even > narrow
+
+
 def test_floor_is_the_sum_of_what_a_pass_cannot_do_without():
     # program 50, weights 3400, cache 6 x 64, pass 464, readers 2 x 110, 3 slots of each size 900
     need = 50 + 3400 + 384 + 464 + 220 + 900
