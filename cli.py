@@ -86,23 +86,33 @@ def run(
     speculate: opt.Speculate = "auto",
     json_schema: opt.JsonSchema = None,
     grammar: opt.GrammarFile = None,
+    save: opt.Save = None,
+    resume: opt.Resume = None,
     as_json: opt.Json = False,
 ) -> None:
     """Continue a text, token by token as they come.
 
-    Sampling options that are not given come from the model's generation_config.json.
+    Sampling options that are not given come from the model's generation_config.json. --resume goes on
+    behind the saved text and what is given beside it, and computes only what is new.
     """
+    from glm_gpu.resume import resume_session, save_session
+
     _check_sampling(sampling)
     form = _read_grammar(json_schema, grammar)
     if prompt == "-":
         prompt = _read_text(Path("-")).removesuffix("\n")
-    text, ids = _one_source(prompt, prompt_ids, "a prompt", model)
+    if resume is not None and prompt is None and prompt_ids is None:
+        text, ids = None, []
+    else:
+        text, ids = _one_source(prompt, prompt_ids, "a prompt", model)
     with _open(model, needs_text=ids is None, speculate=speculate) as engine:
         ids = engine.tokenizer.encode(text) if ids is None else ids
+        session, stream = engine.session(), engine.tokenizer and engine.tokenizer.stream()
+        if resume is not None:
+            ids = resume_session(resume, engine, session).ids + ids
         constraint = form and engine.constraint(form)
         if (room := engine.context - len(ids)) < max_tokens:
             report.note(f"the context of {engine.context} tokens has room for {max(room, 0)} of {max_tokens} new ones")
-        session, stream = engine.session(), engine.tokenizer and engine.tokenizer.stream()
         new_ids, pieces = [], []
         params = sampling.over(engine.sampling_defaults)
         for token_id in session.generate(ids, params, max_tokens, ignore_eos, constraint):
@@ -111,6 +121,8 @@ def run(
             if not as_json:
                 report.stream(pieces[-1])
         pieces.append(stream.finish() if stream else "")
+        if save is not None:
+            save_session(save, engine, session, ids + new_ids)
         if as_json:
             report.document(report.run_document(session.last, new_ids, "".join(pieces) if stream else None, engine))
             return
@@ -128,6 +140,7 @@ def chat(
     max_tokens: opt.MaxTokens = None,
     ignore_eos: opt.IgnoreEos = False,
     speculate: opt.Speculate = "auto",
+    resume: opt.Talk = None,
 ) -> None:
     """Talk with the model.
 
@@ -139,7 +152,14 @@ def chat(
     _check_sampling(sampling)
     with _open(model, needs_text=True, speculate=speculate) as engine:
         params = sampling.over(engine.sampling_defaults)
-        Repl(engine, params, _line_reader(), max_tokens, ignore_eos).run()
+        repl = Repl(engine, params, _line_reader(), max_tokens, ignore_eos)
+        if resume is not None and resume.exists():
+            repl.resume(resume)
+        try:
+            repl.run()
+        finally:
+            if resume is not None:
+                repl.save(resume)
 
 
 @app.command(epilog="Example: glm-gpu score README.md --json")
@@ -203,7 +223,7 @@ def _open(model: opt.ModelOptions, needs_text: bool, speculate: "SpeculateMode" 
         Tokenizer.open(path)  # raises; better now than after the weights were read
     with report.progress(f"opening {path}"):
         engine = Engine.open(path, options)
-    with engine, publisher(engine, commands_tiers.state_folder()):
+    with engine, publisher(engine, opt.state_folder()):
         yield engine
 
 

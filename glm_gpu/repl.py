@@ -1,11 +1,13 @@
 """The chat at a terminal: reads lines, streams answers, keeps the conversation."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from glm_gpu import report
 from glm_gpu.chat import REPLY_TAGS, Delta, Reply, ReplyParser, ends_in_reasoning
 from glm_gpu.engine import Engine
 from glm_gpu.errors import RequestError
+from glm_gpu.resume import resume_session, save_session
 from glm_gpu.sampling import SamplingParams
 
 HELP = """\
@@ -41,6 +43,29 @@ class Repl:
         self._max_tokens = max_tokens
         self._ignore_eos = ignore_eos
         self._messages: list[dict] = []
+        self._ids: list[int] = []  # of all that the model has seen and said
+
+    def resume(self, path: Path) -> None:
+        """Go on from a file that `save` wrote.
+
+        Raises:
+            CheckpointError, RequestError: as `resume_session`, or the file is no chat's.
+        """
+        saved = resume_session(path, self._engine, self._session)
+        messages = saved.note.get("messages")
+        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+            self._session.reset()
+            raise RequestError(f"{path} holds a text and no chat; go on from it with: glm-gpu run --resume {path}")
+        self._messages, self._ids = messages, saved.ids
+        report.note(f"{len(messages)} messages, {saved.num_cached} tokens from {path}")
+
+    def save(self, path: Path) -> None:
+        """Keep the conversation and its cache in a file.
+
+        Raises:
+            RequestError: it cannot be written.
+        """
+        save_session(path, self._engine, self._session, self._ids, {"messages": self._messages})
 
     def run(self) -> None:
         """Talk until the user leaves.
@@ -57,7 +82,7 @@ class Repl:
             if line == "/exit":
                 return
             if line == "/reset":
-                self._messages.clear()
+                self._messages, self._ids = [], []
                 self._session.reset()
                 report.note("the conversation is forgotten")
             elif line == "/stats":
@@ -96,8 +121,9 @@ class Repl:
         tokenizer = self._engine.tokenizer
         prompt = self._engine.chat_template.render(messages)
         parser, text = ReplyParser(in_reasoning=ends_in_reasoning(prompt)), tokenizer.stream(keep=REPLY_TAGS)
-        ids = tokenizer.encode(prompt)
+        self._ids = ids = tokenizer.encode(prompt)
         for token_id in self._session.generate(ids, self._params, self._max_tokens, self._ignore_eos):
+            self._ids.append(token_id)
             yield from parser.push(text.push(token_id))
         yield from parser.push(text.finish())
         yield from parser.finish()

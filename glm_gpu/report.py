@@ -87,6 +87,7 @@ def run_document(stats: Any, ids: list[int], text: str | None, engine: Any) -> d
         "text": text,
         "finish_reason": stats.finish_reason,
         "prompt_tokens": stats.prompt_tokens,
+        "reused_tokens": stats.reused_tokens,
         "completion_tokens": stats.completion_tokens,
         "prefill_tok_s": round(stats.prefill_tok_s, 3),
         "decode_tok_s": round(stats.decode_tok_s, 3),

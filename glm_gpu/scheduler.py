@@ -9,12 +9,14 @@ from dataclasses import replace
 import numpy as np
 
 from glm_gpu.batch import Batch
+from glm_gpu.beginnings import Beginnings
+from glm_gpu.conversations import ConversationStore
 from glm_gpu.errors import CapacityError, GlmGpuError, OverloadedError, RequestError
 from glm_gpu.jobs import Counts, Job, Listener, Request, Token
 from glm_gpu.model.transformer import Transformer
 from glm_gpu.pace import Pace
 from glm_gpu.pages import PagedCache, PagePool
-from glm_gpu.prefix import PrefixTree, common_length
+from glm_gpu.prefix import common_length
 from glm_gpu.sampling import logprobs, top_logprobs
 
 log = logging.getLogger(__name__)
@@ -43,6 +45,7 @@ class Scheduler:
         context: positions of one sequence.
         max_running, max_queued: requests in passes, and waiting.
         max_rows: most rows of prompts in one pass.
+        conversations: where beginnings may be found that are not in memory.
     """
 
     def __init__(
@@ -53,11 +56,14 @@ class Scheduler:
         max_running: int = 32,
         max_queued: int = 256,
         max_rows: int = 512,
+        conversations: ConversationStore | None = None,
     ) -> None:
         assert pool.num_pages * pool.page_tokens >= context
         self.context = context
         self.max_running, self.max_queued = max_running, max_queued
-        self.pool, self.tree = pool, PrefixTree(pool)
+        self.pool = pool
+        self.beginnings = Beginnings(pool, conversations)
+        self.tree = self.beginnings.tree
         self.counts = Counts()
         self._model = model
         self._pace = Pace(max_rows)
@@ -231,11 +237,7 @@ class Scheduler:
         if job.scores_prompt:
             job.result.prompt.clear()
         else:
-            match = self.tree.match(job.ids[:-1])
-            try:
-                job.cache.share(match.pages, match.tail)
-            except CapacityError:
-                job.cache.share(match.pages)
+            self.beginnings.share(job.cache, job.ids[:-1])
         if job.result.first_token_s is None:
             job.result.reused_tokens = job.cache.length
             job.result.queue_s = time.monotonic() - job.submitted_at
