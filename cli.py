@@ -223,7 +223,7 @@ def _open(model: opt.ModelOptions, needs_text: bool, speculate: "SpeculateMode" 
         Tokenizer.open(path)  # raises; better now than after the weights were read
     with report.progress(f"opening {path}"):
         engine = Engine.open(path, options)
-    with engine, publisher(engine, commands_tiers.state_folder()):
+    with engine, publisher(engine, opt.state_folder()):
         yield engine
 
 

@@ -71,7 +71,7 @@ def main() -> None:
     print(f"{cpu_name()}, {cpu.implementation()}, {arguments.threads} threads, rounding {arguments.rounding}")
     print(f"disk alone: read {alone['disk_read_gb_s']:.2f} GB/s, write {alone['disk_write_gb_s']:.2f} GB/s")
     print(f"read      {times.read_bytes / 1e9:6.2f} GB  {rates['read_gb_s']:.2f} GB/s a thread")
-    print(f"quantize  {times.quantize_weights / 1e9:6.2f} G weights  {rates['quantize_gb_s']:.2f} GB/s a thread")
+    print(f"quantize  {times.quantize_weights / 1e9:6.2f} G weights  {rates['quantize_gb_s']:.2f} GB/s a core")
     print(f"write     {times.write_bytes / 1e9:6.2f} GB  {rates['write_gb_s']:.2f} GB/s, hash and flush included")
     print(f"whole     {seconds:6.1f} s  {rates['source_gb_s']:.2f} GB/s of source, writer waited {times.wait_s:.1f} s")
     print(f"peak RSS  {peak_rss_bytes() / 1e9:6.2f} GB")

@@ -26,6 +26,9 @@ MaxQueued = Annotated[int, opt.option("--max-queued", "Requests that may wait.",
 Drain = Annotated[
     float, opt.option("--drain", "Seconds that answers may go on after SIGTERM.", min=0, max=3600, metavar="S")
 ]
+Keep = Annotated[
+    str, opt.option("--keep", "Disk for conversations kept from one run to the next, as in 20GiB.", metavar="SIZE")
+]
 
 
 def register(app: typer.Typer) -> None:
@@ -44,6 +47,7 @@ def serve(
     max_running: MaxRunning = 32,
     max_queued: MaxQueued = 256,
     drain: Drain = 30.0,
+    keep: Keep = "0",
 ) -> None:
     """Serve the model over HTTP: OpenAI's interface, Anthropic's messages, and a page at /.
 
@@ -58,8 +62,12 @@ def serve(
     from glm_gpu.server import run
     from glm_gpu.server.settings import ServerSettings
     from glm_gpu.tokenizer import Tokenizer
+    from glm_gpu.units import parse_bytes
 
     run.check_exposure(host, api_key)
+    keep_bytes, state = parse_bytes(keep), opt.state_folder()
+    if keep_bytes and state is None:
+        raise RequestError("--keep needs a folder for state; set HOME or XDG_STATE_HOME")
     try:
         import fastapi  # noqa: F401
         import uvicorn  # noqa: F401
@@ -85,6 +93,7 @@ def serve(
             api_key,
             run.allowed_hosts(host, frozenset(allow_host or ())),
         )
-        limits = run.Limits(contexts, max_running, max_queued, drain)
+        limits = run.Limits(contexts, max_running, max_queued, drain, keep_bytes)
+        folder = state and state / "conversations"
         note = f"{settings.model_name} is served at {url} (Ctrl-C stops it)"
-        run.serve(engine, options.is_kv_bf16, listening, settings, limits, lambda: report.note(note))
+        run.serve(engine, options.is_kv_bf16, listening, settings, limits, folder, lambda: report.note(note))

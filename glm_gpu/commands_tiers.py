@@ -1,7 +1,5 @@
 """The commands around placement: plan, status, replay. Nothing heavy is imported before one runs."""
 
-import os
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -48,13 +46,6 @@ def register(app: typer.Typer) -> None:
     app.command(epilog="Example: glm-gpu replay chat.trace --ram 32GiB --heat-from yesterday.trace")(replay)
 
 
-def state_folder() -> Path | None:
-    """This user's state folder."""
-    from glm_gpu import state
-
-    return state.state_folder(os.environ, sys.platform)
-
-
 @opt.expand_options
 def plan(model: opt.ModelOptions, measure: Measure = False, as_json: opt.Json = False) -> None:
     """Show where every expert would live.
@@ -69,7 +60,7 @@ def plan(model: opt.ModelOptions, measure: Measure = False, as_json: opt.Json = 
     from glm_gpu.tiers.heat_file import HeatFile
     from glm_gpu.tiers.speed import expected_speed, load_rates
 
-    options, folder = model.engine_options(), state_folder()
+    options, folder = model.engine_options(), opt.state_folder()
     with Checkpoint.open(model.model or DEMO_MODEL) as checkpoint:
         config = checkpoint.config
         heat_file = HeatFile(folder, checkpoint.fingerprint, is_read_only=True)
@@ -99,12 +90,12 @@ def status(model: opt.ModelOptions, watch: Watch = False, as_json: opt.Json = Fa
         raise RequestError("give either --watch or --json, not both")
     found = look(model.model, model.engine_options())
     fingerprint = found.model and found.model.fingerprint
-    engines = live_engines(state_folder(), fingerprint)
+    engines = live_engines(opt.state_folder(), fingerprint)
     if as_json:
         report.document(report.status_document(found) | {"engines": engines})
     elif watch:
         while True:
-            text = "\n\n".join(map(report_tiers.live_text, live_engines(state_folder(), fingerprint)))
+            text = "\n\n".join(map(report_tiers.live_text, live_engines(opt.state_folder(), fingerprint)))
             report.screen(text or "no engine runs this model")
             time.sleep(INTERVAL_S)
     else:

@@ -19,12 +19,13 @@ from glm_gpu.model.mtp import MtpHead
 from glm_gpu.model.numerics import Numerics
 from glm_gpu.model.transformer import Transformer
 from glm_gpu.model.weights import load_weights
-from glm_gpu.opening import EngineOptions, Opening, new_heat, plan_opening
+from glm_gpu.opening import EngineOptions, Opening, plan_opening
 from glm_gpu.sampling import SamplingParams
 from glm_gpu.session import PREFILL_CHUNK, Session
 from glm_gpu.speculative import MtpDrafter, SpeculateMode, Speculator, WidthPolicy
 from glm_gpu.tiers.files import ExpertFiles
 from glm_gpu.tiers.heat import Heat
+from glm_gpu.tiers.heat_file import HeatFile
 from glm_gpu.tiers.store import TieredStore
 from glm_gpu.tiers.trace import TraceWriter, trace_header
 from glm_gpu.tokenizer import Tokenizer
@@ -54,9 +55,10 @@ class Engine:
 
     def __init__(self, checkpoint: Checkpoint, options: EngineOptions) -> None:
         began = time.perf_counter()
-        heat = new_heat(checkpoint.config)
-        opening = plan_opening(checkpoint, options, heat)
         config, recipe = checkpoint.config, options.recipe
+        self._heat_file = HeatFile(options.state, checkpoint.fingerprint, options.is_heat_read_only)
+        heat = self._heat_file.load(config.num_hidden_layers + 1, config.n_routed_experts)
+        opening = plan_opening(checkpoint, options, heat)
         self.checkpoint, self.config = checkpoint, config
         self.plan, self.context = opening.plan, opening.plan.context
         self.tokenizer, self.chat_template, generation = _text_side(checkpoint.path)
@@ -103,8 +105,9 @@ class Engine:
         self.close()
 
     def close(self) -> None:
-        """Stop reading and close all files. Sessions must not be used afterwards."""
+        """Keep the heat, stop reading, and close all files. Sessions must not be used afterwards."""
         self.store.close()
+        self._heat_file.save(self.store.heat)
         self.checkpoint.close()
 
     def session(self, is_chat: bool = False) -> Session:

@@ -8,7 +8,6 @@ from typing import Literal
 from glm_gpu import machine
 from glm_gpu.cache import CacheLayout
 from glm_gpu.checkpoint import Checkpoint
-from glm_gpu.config import ModelConfig
 from glm_gpu.errors import CheckpointError, RequestError
 from glm_gpu.kernels import cpu
 from glm_gpu.model.footprint import pass_bytes
@@ -50,6 +49,8 @@ class EngineOptions:
         read: how experts are read; "auto" goes by the memory that is left for the page cache.
         read_threads: expert reads in flight at once.
         trace: a file to record every routing choice in.
+        state: the folder where heat is kept between runs; None to begin without any and keep none.
+        is_heat_read_only: use the heat that is kept, and leave it as it is.
         num_contexts: full contexts that memory is kept for; a server's sequences share them.
     """
 
@@ -69,6 +70,8 @@ class EngineOptions:
     read: ReadMode | Literal["auto"] = "auto"
     read_threads: int = 4
     trace: Path | None = None
+    state: Path | None = None
+    is_heat_read_only: bool = False
     num_contexts: int = 1
 
     @property
@@ -141,11 +144,6 @@ def plan_opening(checkpoint: Checkpoint, options: EngineOptions, heat: Heat | No
         if _holds_all(plan_with, sizes_with):
             return Opening(plan_with, sizes_with, has_mtp, loads_mtp=True)
     return Opening(plan, sizes, has_mtp, loads_mtp=options.speculate == "mtp")
-
-
-def new_heat(config: ModelConfig) -> Heat:
-    """Heat that knows nothing yet, with a place for the multi-token layer."""
-    return Heat(config.num_hidden_layers + 1, config.n_routed_experts)
 
 
 def _plan(checkpoint: Checkpoint, options: EngineOptions, heat: Heat | None, with_mtp: bool) -> tuple[Plan, ModelSizes]:

@@ -8,6 +8,8 @@ GLM_GPU_RAM for --ram.
 import dataclasses
 import functools
 import inspect
+import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -63,6 +65,13 @@ Talk = Annotated[
     typer.Option("--resume", help="Go on from this file if it is there, and keep the chat in it.", metavar="FILE"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+
+
+def state_folder() -> Path | None:
+    """This user's state folder."""
+    from glm_gpu import state
+
+    return state.state_folder(os.environ, sys.platform)
 
 
 @dataclasses.dataclass
@@ -128,6 +137,9 @@ class ModelOptions:
     read_threads: Annotated[
         int, option("--read-threads", "Expert reads in flight at once.", min=1, max=64, metavar="N")
     ] = 4
+    heat_read_only: Annotated[
+        bool, option("--heat-read-only", "Go by the expert heat of earlier runs without changing it.")
+    ] = False
     trace: Annotated[Path | None, option("--trace", "Record every routing choice in a file.", metavar="FILE")] = None
     debug: Annotated[
         bool,
@@ -159,6 +171,8 @@ class ModelOptions:
             read=self.read,
             read_threads=self.read_threads,
             trace=self.trace,
+            state=state_folder(),
+            is_heat_read_only=self.heat_read_only,
         )
         options.recipe  # noqa: B018 -- raises where widths and weights contradict each other
         return options

@@ -55,9 +55,9 @@ def convert_text(found: Any, out: Path, seconds: float) -> str:
         rows.append(
             (
                 "speed",
-                f"{rates['source_gb_s']:.2f} GB/s of source in, {rates['output_gb_s']:.2f} GB/s out; a thread: read "
-                f"{rates['read_gb_s']:.2f} GB/s, quantize {rates['quantize_gb_s']:.2f} GB/s, hash and write "
-                f"{rates['write_gb_s']:.2f} GB/s",
+                f"{rates['source_gb_s']:.2f} GB/s of source in, {rates['output_gb_s']:.2f} GB/s out; read "
+                f"{rates['read_gb_s']:.2f} GB/s a thread, quantize {rates['quantize_gb_s']:.2f} GB/s a core, hash and "
+                f"write {rates['write_gb_s']:.2f} GB/s",
             )
         )
         rows.append(("memory", f"peak {format_bytes(peak_rss_bytes())}"))
@@ -69,7 +69,7 @@ def convert_text(found: Any, out: Path, seconds: float) -> str:
 
 
 def stage_rates(times: Any, seconds: float) -> dict:
-    """GB/s of each stage and the whole. Those of a stage count one thread's time, the source's bytes for quantize."""
+    """GB/s of each stage and the whole; source bytes for a second of one thread reading, of one core quantizing."""
 
     def rate(num_bytes: int, stage_s: float) -> float:
         return round(num_bytes / stage_s / 1e9, 4) if stage_s else 0.0

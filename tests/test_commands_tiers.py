@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from glm_gpu import cli
-from glm_gpu.commands_tiers import state_folder
 from glm_gpu.engine import Engine
-from glm_gpu.opening import EngineOptions, new_heat
+from glm_gpu.opening import EngineOptions
+from glm_gpu.options import state_folder
 from glm_gpu.sampling import SamplingParams
 from glm_gpu.status import publisher
+from glm_gpu.tiers.heat import Heat
 from glm_gpu.tiers.heat_file import HeatFile
 from glm_gpu.tiers.live import live_engines
 from glm_gpu.tiers.replay import learned
@@ -55,7 +56,7 @@ def test_plan_refuses_with_numbers_what_does_not_fit(invoke, oracle_dir):
 def test_plan_goes_by_the_heat_that_earlier_runs_left(invoke, oracle_dir):
     with Engine.open(oracle_dir / "tiny_glm", EngineOptions(context=64)) as engine:
         fingerprint, config = engine.checkpoint.fingerprint, engine.config
-    heat = new_heat(config)
+    heat = Heat(config.num_hidden_layers + 1, config.n_routed_experts)
     for _ in range(200):
         heat.count(config.sparse_layers[0], np.array([[3, 5, 7, 9]]), "decode")
     HeatFile(state_folder(), fingerprint).save(heat)

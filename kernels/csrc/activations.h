@@ -6,8 +6,10 @@
 
 enum layout {
     BY_TOKEN, /* integers [tokens][groups][64]; scales, corrections [tokens][stride] */
-    BY_FOUR,  /* integers [tokens / 4][stride][8][4 tokens][8]; scales, corrections [tokens / 4][stride / 4][4 tokens][4] */
+    BY_FOUR,  /* integers [tokens / 4][stride][8][4 tokens][8]; scales, corrections [tokens / 4][stride][4 tokens][4 alike] */
     BY_SIXTEEN, /* integers [tokens / 16][groups][32][16 tokens][2]; scales, corrections [tokens / 16][stride][16 tokens] */
+    BY_DIGIT,  /* one token, int4 weights: bytes [stride / 2][even high, even low, odd high, odd low][2 groups][32];
+                * x = 256 * high + low, high signed, low unsigned; scales, corrections as BY_TOKEN */
     AS_FLOATS /* floats [tokens][groups * 64], in order of the columns */
 };
 
@@ -24,13 +26,14 @@ struct batch {
 
 static size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-static enum layout layout_for(int tokens) {
+static enum layout layout_for(int tokens, enum kind kind) {
 #if defined(__AVX512VNNI__)
     /* tuned on [2048, 6144] int4: three blocks of four still cost less than sixteen tokens */
     if (tokens > 12) return BY_SIXTEEN;
     if (tokens > 1) return BY_FOUR;
+    if (tokens == 1 && kind == KIND_INT4) return BY_DIGIT;
 #endif
-    (void)tokens;
+    (void)tokens, (void)kind;
     return BY_TOKEN;
 }
 
@@ -42,7 +45,8 @@ static int batch_create(struct batch *batch, enum layout layout, int tokens, int
     batch->stride = (int)round_up(batch->groups, 16);
     size_t groups = (size_t)padded * batch->stride;
     size_t element = layout == AS_FLOATS ? sizeof(float) : sizeof(int16_t);
-    size_t values = groups * GROUP * element, bytes = values + groups * 8;
+    size_t factors = layout == BY_FOUR ? groups * 4 : groups;
+    size_t values = groups * GROUP * element, bytes = values + factors * 8;
     bytes = round_up(bytes ? bytes : 1, 64);
     char *memory = batch->memory = aligned_alloc(64, bytes);
     if (!memory) return -1;
@@ -52,7 +56,7 @@ static int batch_create(struct batch *batch, enum layout layout, int tokens, int
     } else {
         batch->integers = (int16_t *)(void *)memory;
         batch->scales = (float *)(void *)(memory + values);
-        batch->corrections = (int32_t *)(void *)(memory + values + groups * 4);
+        batch->corrections = (int32_t *)(void *)(memory + values + factors * 4);
     }
     return 0;
 }
@@ -126,6 +130,18 @@ static void batch_set_token(struct batch *batch, int token, const float *x, enum
     }
 }
 
+/* Splits one token's integers [groups][64], even columns first, into digits. */
+static void split_digits(struct batch *batch, const int16_t *integers) {
+    char *bytes = (char *)batch->integers;
+    for (int g = 0; g < batch->groups; g++)
+        for (int odd = 0; odd < 2; odd++) {
+            const int16_t *x = integers + g * GROUP + odd * 32;
+            char *high = bytes + (g / 2 * 4 + odd * 2) * 64 + g % 2 * 32;
+            for (int i = 0; i < 32; i++) high[i] = (char)(x[i] >> 8);
+            for (int i = 0; i < 32; i++) high[64 + i] = (char)x[i];
+        }
+}
+
 /* Copies token `from` of a BY_TOKEN or AS_FLOATS batch to place `to` of a batch with any layout. */
 static void batch_copy_token(struct batch *batch, int to, const struct batch *source, int from) {
     const int groups = batch->groups;
@@ -137,8 +153,11 @@ static void batch_copy_token(struct batch *batch, int to, const struct batch *so
     const int16_t *integers = source->integers + (size_t)from * groups * GROUP;
     const float *scales = source->scales + (size_t)from * batch->stride;
     const int32_t *corrections = source->corrections + (size_t)from * batch->stride;
-    if (batch->layout == BY_TOKEN) {
-        memcpy(batch->integers + (size_t)to * groups * GROUP, integers, (size_t)groups * GROUP * 2);
+    if (batch->layout == BY_TOKEN || batch->layout == BY_DIGIT) {
+        if (batch->layout == BY_DIGIT)
+            split_digits(batch, integers);
+        else
+            memcpy(batch->integers + (size_t)to * groups * GROUP, integers, (size_t)groups * GROUP * 2);
         memcpy(batch->scales + (size_t)to * batch->stride, scales, (size_t)groups * 4);
         memcpy(batch->corrections + (size_t)to * batch->stride, corrections, (size_t)groups * 4);
         return;
@@ -156,9 +175,8 @@ static void batch_copy_token(struct batch *batch, int to, const struct batch *so
     else
         for (size_t i = 0; i < pieces; i++) memcpy(target + i * 64, bytes + i * 4, 4);
     for (int g = 0; g < groups; g++) {
-        size_t i = wide == 16 ? (block * batch->stride + g) * 16 + lane
-                              : (block * batch->stride + g / 4 * 4) * 4 + lane * 4 + g % 4;
-        batch->scales[i] = scales[g];
-        batch->corrections[i] = corrections[g];
+        const int alike = 16 / wide;
+        const size_t i = (block * batch->stride + g) * 16 + lane * alike;
+        for (int j = 0; j < alike; j++) batch->scales[i + j] = scales[g], batch->corrections[i + j] = corrections[g];
     }
 }

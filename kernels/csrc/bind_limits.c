@@ -31,8 +31,23 @@ static PyObject *py_multiply_add(PyObject *self, PyObject *const *args, Py_ssize
     return ok ? PyFloat_FromDouble(num_operations) : NULL;
 }
 
+static PyObject *py_integer_multiply_add(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    struct array sums = {0};
+    double num_operations = 0.0;
+    bool ok = num_arguments("integer_multiply_add", nargs, 1) && array_write(&sums, args[0], "sums", "i", 1);
+    if (ok) {
+        Py_BEGIN_ALLOW_THREADS
+        num_operations = active->integer_multiply_add(sums.data, (int)sums.shape[0]);
+        Py_END_ALLOW_THREADS
+    }
+    array_release(&sums);
+    return ok ? PyFloat_FromDouble(num_operations) : NULL;
+}
+
 PyMethodDef limits_methods[] = {
     METHOD(read_all, "read_all(data [n, 2^20] uint8, sums [n] int32): reads every byte."),
     METHOD(multiply_add, "multiply_add(sums [n] f32): n tasks of f32 products and sums; returns the operations done."),
+    METHOD(integer_multiply_add, "integer_multiply_add(sums [n] int32): n tasks of int16 products; returns their number."),
     {NULL, NULL, 0, NULL},
 };

@@ -95,6 +95,7 @@ struct fp8_rows {
     int num_rows, num_columns, first_row, block_rows, block_columns, grid_columns;
 };
 
+#define INTEGER_STEPS 20000 /* of a task: some 50 us */
 #define MULTIPLY_ADD_STEPS 100000 /* of a task: about a millisecond */
 
 struct kernels {
@@ -117,6 +118,7 @@ struct kernels {
     void (*rope)(const struct rope *a);
     void (*read_all)(const void *data, uint32_t *sums, int num_tasks); /* tasks of 1 MiB */
     double (*multiply_add)(float *sums, int num_tasks);
+    double (*integer_multiply_add)(int32_t *sums, int num_tasks);
     bool (*group_absmax)(const struct group_rows *a, float *out); /* whether all are finite */
     int (*group_errors)(const struct group_rows *a, const float *scales, int qmax, double *out);
     void (*pack_rows)(const struct group_rows *a, const float *scales, int bits, uint8_t *out);

@@ -70,7 +70,7 @@ static int ffn_pairs(struct ffn_memory *m, const struct routing *r, const struct
     if (ffn_create(m, r, width, x->layout == AS_FLOATS) != 0) return -1;
     for (int e = 0; e < r->num_experts; e++) {
         const int begin = r->begins[e], n = r->begins[e + 1] - begin;
-        if (batch_gather(&m->inputs[e], x, r->tokens + begin, n) != 0) return -1;
+        if (batch_gather(&m->inputs[e], x, r->tokens + begin, n, kind) != 0) return -1;
         const size_t at = (size_t)begin * width;
         m->products[2 * e] = (struct product){r->experts[e]->gate, &m->inputs[e], m->gate + at, width, NULL};
         m->products[2 * e + 1] = (struct product){r->experts[e]->up, &m->inputs[e], m->up + at, width, NULL};
@@ -83,7 +83,7 @@ static int ffn_pairs(struct ffn_memory *m, const struct routing *r, const struct
         int pairs[64], *list = n <= 64 ? pairs : malloc(n * sizeof *list);
         if (!list) return -1;
         for (int i = 0; i < n; i++) list[i] = begin + i;
-        const int failed = batch_gather(&m->hiddens[e], &m->hidden, list, n);
+        const int failed = batch_gather(&m->hiddens[e], &m->hidden, list, n, kind);
         if (list != pairs) free(list);
         if (failed) return -1;
         m->products[e] =

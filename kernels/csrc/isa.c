@@ -5,6 +5,7 @@
 #include "attention.h"
 #include "ffn.h"
 #include "indexer.h"
+#include "integer_limit.h"
 #include "limits.h"
 #include "matmul.h"
 #include "norm.h"
@@ -31,6 +32,7 @@ const struct kernels TABLE_OF(ISA_NAME) = {
     .rope = rope,
     .read_all = read_all,
     .multiply_add = multiply_add,
+    .integer_multiply_add = integer_multiply_add,
     .group_absmax = group_absmax,
     .group_errors = group_errors,
     .pack_rows = pack_rows,

@@ -8,7 +8,9 @@
 /* Rows begin .. end-1, at most CHUNK_ROWS of them, for all tokens. One function for each kind: its loops are unrolled. */
 #if defined(__AVX512VNNI__)
 #define ROWS_SEVERAL(kind, p, begin, end) \
-    if (p->x->layout == BY_FOUR) \
+    if (p->x->layout == BY_DIGIT && kind == KIND_INT4) \
+        rows_by_digit(p, begin, end); \
+    else if (p->x->layout == BY_FOUR) \
         rows_by_four(kind, p, begin, end); \
     else if (p->x->layout == BY_SIXTEEN) \
         rows_by_sixteen(kind, p, begin, end); \
@@ -94,8 +96,9 @@ static void gather_task(void *arg, int chunk) {
 }
 
 /* Some tokens of a batch (all in order: tokens = NULL), in the layout that suits their number. */
-static int batch_gather(struct batch *batch, const struct batch *source, const int *tokens, int num_tokens) {
-    enum layout layout = source->layout == AS_FLOATS ? AS_FLOATS : layout_for(num_tokens);
+static int batch_gather(struct batch *batch, const struct batch *source, const int *tokens, int num_tokens,
+                        enum kind kind) {
+    enum layout layout = source->layout == AS_FLOATS ? AS_FLOATS : layout_for(num_tokens, kind);
     if (batch_create(batch, layout, num_tokens, source->columns) != 0) return -1;
     struct gather_job job = {batch, source, tokens};
     pool_run(gather_task, &job, (num_tokens + 15) / 16);
@@ -106,9 +109,9 @@ static int batch_gather(struct batch *batch, const struct batch *source, const i
 static int batch_make(struct batch *batch, const float *x, size_t stride, int tokens, int columns, enum mode mode,
                       enum kind kind) {
     if (batch_from_rows(batch, x, stride, tokens, columns, mode, kind) != 0) return -1;
-    if (batch->layout == AS_FLOATS || layout_for(tokens) == BY_TOKEN) return 0;
+    if (batch->layout == AS_FLOATS || layout_for(tokens, kind) == BY_TOKEN) return 0;
     struct batch single = *batch;
-    int failed = batch_gather(batch, &single, NULL, tokens);
+    int failed = batch_gather(batch, &single, NULL, tokens, kind);
     batch_free(&single);
     return failed;
 }

@@ -40,7 +40,9 @@ static inline size_t row_bytes(const struct matrix *w) { return ((size_t)w->colu
 static inline const uint8_t *row_data(const struct matrix *w, int row) { return w->data + row * row_bytes(w); }
 
 static inline int scales_per_row(const struct matrix *w) {
-    return w->scale_group ? (w->columns + w->scale_group - 1) / w->scale_group : 1;
+    if (!w->scale_group) return 1;
+    const int groups = (w->columns + GROUP - 1) / GROUP; /* no division by a variable: this runs once a group */
+    return w->scale_group == GROUP ? groups : (groups + 1) / 2;
 }
 
 /* Rows begin .. end-1 as a matrix of their own. */

@@ -1,76 +1,207 @@
 /* Packed weights times several tokens with AVX-512 VNNI: weights are unpacked once for four or sixty-four tokens. */
 #pragma once
 #include "product.h"
+#include "rows_integer.h"
 
 #if defined(__AVX512VNNI__)
 
-#define FOUR_ROWS 4
-#define FOUR_GROUPS 256 /* 4 rows * 256 groups * 4 tokens of f32 terms are 16 KiB */
+/* sum += w * x in place. As an intrinsic, GCC 12 copies the sums around and spills them: half the speed. */
+INLINE void add_products(__m512i *sum, __m512i w, __m512i x) {
+    __asm__("vpdpwssd %2, %1, %0" : "+v"(*sum) : "v"(w), "vm"(x));
+}
 
-/* Unpacked group as bytes that broadcasts read back: 128 columns bits of four tokens, or 32 bits of sixteen. */
+/* Terms of groups first .. first+15 of one row of int4 times one token in digits. Nibbles are unsigned, so both digits
+ * multiply without unpacking to 16 bits: high (signed) as the second operand of vpdpbusd, low (unsigned) as its first.
+ * A lane sums 4 * 2 * 15 * 128 * 256 < 2^22 at most before and after the shift. */
+INLINE __m512 terms_of_digits(const uint8_t *data, const char *digits, const int32_t *corrections, __m512 scales) {
+    const __m512i low_nibbles = _mm512_set1_epi8(15);
+    __m512i quarter[4]; /* block b of quarter[i] is group 4i + b */
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; i++) {
+        __m512i pair[2]; /* eight lanes each of two groups */
+#pragma GCC unroll 2
+        for (int j = 0; j < 2; j++) {
+            const __m512i bytes = _mm512_loadu_si512(data + 64 * (2 * i + j));
+            const __m512i even = _mm512_and_si512(bytes, low_nibbles);
+            const __m512i odd = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low_nibbles);
+            const char *x = digits + 256 * (2 * i + j);
+            __m512i sum = _mm512_dpbusd_epi32(_mm512_setzero_si512(), even, _mm512_load_si512(x));
+            sum = _mm512_slli_epi32(_mm512_dpbusd_epi32(sum, odd, _mm512_load_si512(x + 128)), 8);
+            sum = _mm512_dpbusd_epi32(sum, _mm512_load_si512(x + 64), even);
+            pair[j] = _mm512_dpbusd_epi32(sum, _mm512_load_si512(x + 192), odd);
+        }
+        quarter[i] = _mm512_add_epi32(_mm512_shuffle_i64x2(pair[0], pair[1], 0x88),
+                                      _mm512_shuffle_i64x2(pair[0], pair[1], 0xDD));
+    }
+    const __m512i in_order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i sum = _mm512_permutexvar_epi32(in_order, sum_blocks(quarter));
+    return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_load_si512(corrections))), scales);
+}
+
+/* acc lane r += rows[r][0], rows[r][1], ... rows[r][15]: rows become lanes by four steps of a transpose. */
+INLINE __m512 add_columns(__m512 acc, float rows[16][16]) {
+    __m512 t[16], u[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) t[i] = _mm512_load_ps(rows[i]);
+#pragma GCC unroll 4
+    for (int i = 0; i < 16; i += 4) { /* four rows: lane 4b + r of u[i + c] is column 4b + c of row i + r */
+        const __m512 a = _mm512_unpacklo_ps(t[i], t[i + 1]), b = _mm512_unpacklo_ps(t[i + 2], t[i + 3]);
+        const __m512 c = _mm512_unpackhi_ps(t[i], t[i + 1]), d = _mm512_unpackhi_ps(t[i + 2], t[i + 3]);
+        u[i] = _mm512_shuffle_ps(a, b, 0x44), u[i + 1] = _mm512_shuffle_ps(a, b, 0xEE);
+        u[i + 2] = _mm512_shuffle_ps(c, d, 0x44), u[i + 3] = _mm512_shuffle_ps(c, d, 0xEE);
+    }
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++) { /* block i of column b comes from block b of u[4i + c] */
+        const __m512 a = _mm512_shuffle_f32x4(u[c], u[4 + c], 0x44), b = _mm512_shuffle_f32x4(u[c], u[4 + c], 0xEE);
+        const __m512 d = _mm512_shuffle_f32x4(u[8 + c], u[12 + c], 0x44);
+        const __m512 e = _mm512_shuffle_f32x4(u[8 + c], u[12 + c], 0xEE);
+        t[c] = _mm512_shuffle_f32x4(a, d, 0x88), t[4 + c] = _mm512_shuffle_f32x4(a, d, 0xDD);
+        t[8 + c] = _mm512_shuffle_f32x4(b, e, 0x88), t[12 + c] = _mm512_shuffle_f32x4(b, e, 0xDD);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) acc = _mm512_add_ps(acc, t[i]);
+    return acc;
+}
+
+#define DIGIT_BLOCKS 16 /* of sixteen groups: terms of 16 rows that wait to be added, 16 KiB */
+
+/* Sixteen rows at a time, each read from end to end, so that memory is read in one stream. */
+INLINE void rows_by_digit(const struct product *p, int begin, int end) {
+    const struct matrix *w = &p->w;
+    const struct batch *x = p->x;
+    const int blocks = (x->groups + 15) / 16;
+    float *y = product_row(p, 0);
+    _Alignas(64) float terms[DIGIT_BLOCKS][16][16];
+    for (int row = begin; row < end; row += 16) {
+        const int rows = end - row < 16 ? end - row : 16;
+        __m512 acc = _mm512_setzero_ps();
+        for (int first = 0; first < blocks; first += DIGIT_BLOCKS) {
+            const int num = blocks - first < DIGIT_BLOCKS ? blocks - first : DIGIT_BLOCKS;
+            for (int r = 0; r < rows; r++) {
+                const uint8_t *data = row_data(w, row + r);
+                for (int b = 0; b < num; b++) {
+                    const int block = first + b, groups = x->groups - 16 * block;
+                    const uint8_t *bytes = data + (size_t)block * 512;
+                    uint8_t tail[512];
+                    if (groups < 16 || (16 * block + 16) * GROUP > w->columns) {
+                        memset(tail, 0, sizeof tail);
+                        memcpy(tail, bytes, row_bytes(w) - (size_t)block * 512);
+                        bytes = tail;
+                    } else {
+                        for (int i = 0; i < 512; i += 64) __builtin_prefetch(bytes + PREFETCH_BYTES + i);
+                    }
+                    const __m512 scales = (__m512)group_scales16(w, row + r, 16 * block, groups).part[0];
+                    _mm512_store_ps(terms[b][r],
+                                    terms_of_digits(bytes, (const char *)x->integers + (size_t)block * 2048,
+                                                    x->corrections + 16 * block,
+                                                    _mm512_mul_ps(scales, _mm512_load_ps(x->scales + 16 * block))));
+                }
+            }
+            /* rows beyond the end hold what was there before; their sums are never stored */
+            for (int b = 0; b < num; b++) acc = add_columns(acc, terms[b]);
+        }
+        float sums[16];
+        _mm512_storeu_ps(sums, acc);
+        for (int r = 0; r < rows; r++) y[row + r] = sums[r] * row_scale(w, row + r);
+    }
+}
+
 INLINE void unpack_to(enum kind kind, const uint8_t *data, int16_t out[GROUP]) {
     const i16x64 w = unpack64(kind, data);
     _mm512_store_si512(out, w.v[0]);
     _mm512_store_si512(out + 32, w.v[1]);
 }
 
-/* Lane 4t + i is token t's term of group `first` + i. */
-INLINE __m512 terms_of_four(enum kind kind, const struct product *p, int row, const uint8_t *data, int block,
-                            int first) {
-    const struct batch *x = p->x;
-    const size_t at = (size_t)block * x->stride + first;
-    const int16_t *integers = x->integers + at * 4 * GROUP;
-    __m512i sums[4];
-    float scales[4] = {0};
-    for (int i = 0; i < 4; i++) {
-        sums[i] = _mm512_setzero_si512();
-        if (first + i >= x->groups) continue;
-        _Alignas(64) int16_t weights[GROUP];
+/* Four rows, sixteen groups of each. */
+struct unpacked {
+    _Alignas(64) int16_t weights[4][16][GROUP];
+    float scales[4][16]; /* of group 4 * b + i at [i][4 * b + row] */
+};
+
+/* Groups block .. block+15 of rows row .. row+3; beyond `last_row` that row again, beyond the last group zeros. */
+INLINE void unpack_four(enum kind kind, const struct matrix *w, int row, int last_row, int block, int groups,
+                        struct unpacked *out) {
+    const int n = groups - block < 16 ? groups - block : 16;
+    const bool whole = (block + 16) * GROUP <= w->columns;
+    __m512 s[4];
+    if (!whole) memset(out, 0, sizeof *out);
+    for (int r = 0; r < 4; r++) {
+        const int actual = row + r < last_row ? row + r : last_row;
+        const uint8_t *data = row_data(w, actual);
         uint8_t tail[GROUP];
-        unpack_to(kind, group_data(&p->w, data, first + i, tail), weights);
-        for (int j = 0; j < 8; j++) {
-            __m512i w = _mm512_broadcast_i32x4(_mm_load_si128((const void *)(weights + 8 * j)));
-            sums[i] = _mm512_dpwssd_epi32(sums[i], w, _mm512_load_si512(integers + (i * 8 + j) * 32));
-        }
-        scales[i] = group_scale(&p->w, row, first + i);
+        if (whole)
+            for (int i = 0; i < 16; i++)
+                unpack_to(kind, data + (size_t)(block + i) * group_bytes(kind), out->weights[r][i]);
+        else
+            for (int i = 0; i < n; i++) unpack_to(kind, group_data(w, data, block + i, tail), out->weights[r][i]);
+        s[r] = (__m512)group_scales16(w, actual, block, n).part[0];
     }
-    const __m512i sum = _mm512_sub_epi32(sum_blocks(sums), _mm512_load_si512(x->corrections + at * 4));
-    const __m512 scale = _mm512_mul_ps(_mm512_broadcast_f32x4(_mm_loadu_ps(scales)), _mm512_load_ps(x->scales + at * 4));
-    return _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scale);
+    const __m512 a = _mm512_unpacklo_ps(s[0], s[1]), b = _mm512_unpacklo_ps(s[2], s[3]);
+    const __m512 c = _mm512_unpackhi_ps(s[0], s[1]), d = _mm512_unpackhi_ps(s[2], s[3]);
+    _mm512_store_ps(out->scales[0], _mm512_shuffle_ps(a, b, 0x44));
+    _mm512_store_ps(out->scales[1], _mm512_shuffle_ps(a, b, 0xEE));
+    _mm512_store_ps(out->scales[2], _mm512_shuffle_ps(c, d, 0x44));
+    _mm512_store_ps(out->scales[3], _mm512_shuffle_ps(c, d, 0xEE));
+    /* Without this barrier GCC makes shuffles of the broadcasts that follow; only one port does those, loads are free. */
+    __asm__("" : "+m"(*out));
 }
 
-INLINE void rows_by_four(enum kind kind, const struct product *p, int begin, int end) {
-    _Alignas(64) float terms[FOUR_ROWS][FOUR_GROUPS / 4][16];
-    const int groups = p->x->groups;
-    for (int token = 0; token < p->x->tokens; token += 4)
-        for (int row = begin; row < end; row += FOUR_ROWS) {
-            const int rows = end - row < FOUR_ROWS ? end - row : FOUR_ROWS;
-            __m512 acc = _mm512_setzero_ps(); /* lane 4t + r */
-            for (int first = 0; first < groups; first += FOUR_GROUPS) {
-                const int last = groups - first < FOUR_GROUPS ? groups : first + FOUR_GROUPS;
-                for (int r = 0; r < rows; r++) {
-                    const uint8_t *data = row_data(&p->w, row + r);
-                    for (int g = first; g < last; g += 4)
-                        _mm512_store_ps(terms[r][(g - first) / 4],
-                                        terms_of_four(kind, p, row + r, data, token / 4, g));
-                }
-                for (int g = 0; g < (last - first + 3) / 4; g++) {
-                    __m512 v[4];
-                    for (int r = 0; r < 4; r++) v[r] = _mm512_load_ps(terms[r < rows ? r : 0][g]);
-                    const __m512 a = _mm512_unpacklo_ps(v[0], v[1]), b = _mm512_unpacklo_ps(v[2], v[3]);
-                    const __m512 c = _mm512_unpackhi_ps(v[0], v[1]), d = _mm512_unpackhi_ps(v[2], v[3]);
-                    acc = _mm512_add_ps(acc, _mm512_shuffle_ps(a, b, 0x44));
-                    acc = _mm512_add_ps(acc, _mm512_shuffle_ps(a, b, 0xEE));
-                    acc = _mm512_add_ps(acc, _mm512_shuffle_ps(c, d, 0x44));
-                    acc = _mm512_add_ps(acc, _mm512_shuffle_ps(c, d, 0xEE));
-                }
+/* The bytes that unpack_four will read for the next sixteen groups. */
+INLINE void prefetch_four(enum kind kind, const struct matrix *w, int row, int last_row, int block) {
+    for (int r = row; r < row + 4 && r <= last_row; r++) {
+        const uint8_t *data = row_data(w, r) + (size_t)block * group_bytes(kind);
+        for (int i = 0; i < 16 * group_bytes(kind); i += 64) _mm_prefetch((const void *)(data + i), _MM_HINT_T0);
+        if (w->scale_group)
+            _mm_prefetch((const void *)(w->scales + ((size_t)r * scales_per_row(w) + block) * 4), _MM_HINT_T0);
+    }
+}
+
+/* Four rows times four tokens; lane 4t + r of acc. */
+INLINE __m512 add_four(const struct unpacked *unpacked, const struct batch *x, int token, int block, __m512 acc) {
+    for (int i = 0; i < 16 && block + i < x->groups; i++) {
+        const size_t at = (size_t)(token / 4) * x->stride + block + i;
+        const int16_t *integers = x->integers + at * 4 * GROUP;
+        __m512i sums[4];
+        for (int r = 0; r < 4; r++) sums[r] = _mm512_setzero_si512();
+#pragma GCC unroll 8
+        for (int k = 0; k < 8; k++) {
+            const __m512i values = _mm512_load_si512(integers + 32 * k);
+#pragma GCC unroll 4
+            for (int r = 0; r < 4; r++) {
+                const void *eight = unpacked->weights[r][i] + 8 * k;
+                add_products(&sums[r], _mm512_broadcast_i32x4(_mm_load_si128(eight)), values);
             }
+        }
+        const __m512i sum = _mm512_sub_epi32(sum_blocks(sums), _mm512_load_si512(x->corrections + 16 * at));
+        const __m512 scales = _mm512_broadcast_f32x4(_mm_load_ps(unpacked->scales[i % 4] + i / 4 * 4));
+        const __m512 scale = _mm512_mul_ps(scales, _mm512_load_ps(x->scales + 16 * at));
+        acc = _mm512_add_ps(acc, _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scale));
+    }
+    return acc;
+}
+
+/* All groups of a block are unpacked before the first is read back, since a 16-byte load from a 64-byte store in flight
+ * would stall. All rows of the chunk pass over one block of activations, 8 KiB that stay in the first-level cache. */
+INLINE void rows_by_four(enum kind kind, const struct product *p, int begin, int end) {
+    const struct batch *x = p->x;
+    struct unpacked unpacked;
+    for (int token = 0; token < x->tokens; token += 4) {
+        __m512 acc[CHUNK_ROWS / 4];
+        for (int i = 0; i < CHUNK_ROWS / 4; i++) acc[i] = _mm512_setzero_ps();
+        for (int block = 0; block < x->groups; block += 16)
+            for (int row = begin; row < end; row += 4) {
+                if (block + 16 < x->groups) prefetch_four(kind, &p->w, row, end - 1, block + 16);
+                unpack_four(kind, &p->w, row, end - 1, block, x->groups, &unpacked);
+                acc[(row - begin) / 4] = add_four(&unpacked, x, token, block, acc[(row - begin) / 4]);
+            }
+        for (int row = begin; row < end; row += 4) {
             float sums[16];
-            _mm512_storeu_ps(sums, acc);
-            for (int t = 0; t < 4 && token + t < p->x->tokens; t++)
-                for (int r = 0; r < rows; r++)
+            _mm512_storeu_ps(sums, acc[(row - begin) / 4]);
+            for (int t = 0; t < 4 && token + t < x->tokens; t++)
+                for (int r = 0; r < 4 && row + r < end; r++)
                     product_row(p, token + t)[row + r] = sums[4 * t + r] * row_scale(&p->w, row + r);
         }
+    }
 }
 
 /* `rows` rows times 16 * `wide` tokens of one group, added to acc [rows][wide]. rows * wide = 24 sums stay in registers,
@@ -79,22 +210,29 @@ INLINE void tile(const int rows, const int wide, const int16_t (*weights)[GROUP]
                  const int16_t *const integers[4], const float *const x_scales[4], const int32_t *const corrections[4],
                  float (*acc)[4][16]) {
     __m512i sums[24];
+#pragma GCC unroll 4
     for (int v = 0; v < wide; v++) {
         const __m512i start = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_load_si512(corrections[v]));
+#pragma GCC unroll 24
         for (int r = 0; r < rows; r++) sums[r * wide + v] = start;
     }
+#pragma GCC unroll 1
     for (int k = 0; k < GROUP / 2; k++) {
         __m512i x[4];
         for (int v = 0; v < wide; v++) x[v] = _mm512_load_si512(integers[v] + k * 32);
+#pragma GCC unroll 24
         for (int r = 0; r < rows; r++) {
             int32_t pair;
             memcpy(&pair, weights[r] + 2 * k, 4);
             const __m512i w = _mm512_set1_epi32(pair);
-            for (int v = 0; v < wide; v++) sums[r * wide + v] = _mm512_dpwssd_epi32(sums[r * wide + v], w, x[v]);
+#pragma GCC unroll 4
+            for (int v = 0; v < wide; v++) add_products(&sums[r * wide + v], w, x[v]);
         }
     }
+#pragma GCC unroll 4
     for (int v = 0; v < wide; v++) {
         const __m512 x_scale = _mm512_load_ps(x_scales[v]);
+#pragma GCC unroll 24
         for (int r = 0; r < rows; r++) {
             const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(scales[r]), x_scale);
             const __m512 term = _mm512_mul_ps(_mm512_cvtepi32_ps(sums[r * wide + v]), scale);

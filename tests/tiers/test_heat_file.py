@@ -3,6 +3,9 @@
 import numpy as np
 import pytest
 
+from glm_gpu.engine import Engine
+from glm_gpu.opening import EngineOptions
+from glm_gpu.sampling import SamplingParams
 from glm_gpu.state import write_state
 from glm_gpu.tiers.heat import Heat
 from glm_gpu.tiers.heat_file import HeatFile
@@ -126,3 +129,16 @@ def test_read_only_heat_is_used_and_never_written(tmp_path):
     assert path.read_bytes() == before
     HeatFile(tmp_path, "beef", is_read_only=True).save(heat)
     assert [entry.name for entry in path.parent.iterdir()] == ["f00d.heat"]
+
+
+def test_an_engine_goes_on_from_the_heat_of_the_run_before(tmp_path):
+    def run(**options) -> dict:
+        with Engine.open(options=EngineOptions(context=64, speculate="off", state=tmp_path, **options)) as engine:
+            before = engine.store.heat.decayed(1).sum()
+            session = engine.session()
+            list(session.generate(engine.tokenizer.encode("In the beginning"), SamplingParams(temperature=0), 8))
+            return {"before": before, "after": engine.store.heat.decayed(1).sum()}
+
+    first, second = run(), run(is_heat_read_only=True)
+    assert first["before"] == 0 and 0 < second["before"] <= first["after"]
+    assert run()["before"] == second["before"]
