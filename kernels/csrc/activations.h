@@ -8,10 +8,12 @@ enum layout {
     BY_TOKEN, /* integers [tokens][groups][64]; scales, corrections [tokens][stride] */
     BY_FOUR,  /* integers [tokens / 4][stride][8][4 tokens][8]; scales, corrections [tokens / 4][stride][4 tokens][4 alike] */
     BY_SIXTEEN, /* integers [tokens / 16][groups][32][16 tokens][2]; scales, corrections [tokens / 16][stride][16 tokens] */
-    BY_DIGIT,  /* one token, int4 weights: bytes [stride / 2][even high, even low, odd high, odd low][2 groups][32];
+    BY_DIGIT,  /* int4 weights: bytes [tokens][stride / 2][even high, even low, odd high, odd low][2 groups][32];
                 * x = 256 * high + low, high signed, low unsigned; scales, corrections as BY_TOKEN */
     AS_FLOATS /* floats [tokens][groups * 64], in order of the columns */
 };
+
+#define MAX_DIGIT_TOKENS 3 /* more take less time BY_FOUR */
 
 struct batch {
     enum layout layout;
@@ -30,8 +32,8 @@ static enum layout layout_for(int tokens, enum kind kind) {
 #if defined(__AVX512VNNI__)
     /* tuned on [2048, 6144] int4: three blocks of four still cost less than sixteen tokens */
     if (tokens > 12) return BY_SIXTEEN;
+    if (kind == KIND_INT4 && tokens >= 1 && tokens <= MAX_DIGIT_TOKENS) return BY_DIGIT;
     if (tokens > 1) return BY_FOUR;
-    if (tokens == 1 && kind == KIND_INT4) return BY_DIGIT;
 #endif
     (void)tokens, (void)kind;
     return BY_TOKEN;
@@ -70,9 +72,13 @@ INLINE float largest_magnitude(const f32x16 v[4]) {
         i32part bits = (i32part)v[i].part[part] & 0x7FFFFFFF, more = bits > largest;
         largest = (more & bits) | (~more & largest);
     }
+#if defined(__AVX512F__)
+    const int32_t result = _mm512_reduce_max_epi32((__m512i)largest);
+#else
     int32_t result = 0;
     for (int i = 0; i < VEC_BYTES / 4; i++)
         if (largest[i] > result) result = largest[i];
+#endif
     float magnitude;
     memcpy(&magnitude, &result, 4);
     return magnitude;
@@ -91,6 +97,24 @@ INLINE void quantize_group(const float *x, int n, float limit, int per_byte, int
     *sum = 0;
     if (!(amax >= 1e-30f && amax < __builtin_inff())) return; /* integers are zero already */
     float factor = limit / amax;
+#if defined(__AVX512VNNI__)
+    if (per_byte <= 2) {
+        __m512i whole[4];
+        for (int i = 0; i < 4; i++) whole[i] = _mm512_cvtps_epi32((__m512)mul16(v[i], set16(factor)).part[0]);
+        *sum = _mm512_reduce_add_epi32(
+            _mm512_add_epi32(_mm512_add_epi32(whole[0], whole[1]), _mm512_add_epi32(whole[2], whole[3])));
+        for (int i = 0; i < 4; i++) {
+            __m512i field = whole[i];
+            if (per_byte == 2) { /* fields 0 and 1 are the even columns, 2 and 3 the odd ones */
+                const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+                const __m512i columns = _mm512_add_epi32(even, _mm512_set1_epi32(i / 2));
+                field = _mm512_permutex2var_epi32(whole[i % 2 * 2], columns, whole[i % 2 * 2 + 1]);
+            }
+            _mm256_storeu_si256((void *)(integers + 16 * i), _mm512_cvtepi32_epi16(field));
+        }
+        return;
+    }
+#endif
     int32_t total = 0;
     int16_t in_order[GROUP];
     for (int i = 0; i < 4; i++) {
@@ -131,8 +155,8 @@ static void batch_set_token(struct batch *batch, int token, const float *x, enum
 }
 
 /* Splits one token's integers [groups][64], even columns first, into digits. */
-static void split_digits(struct batch *batch, const int16_t *integers) {
-    char *bytes = (char *)batch->integers;
+static void split_digits(struct batch *batch, int token, const int16_t *integers) {
+    char *bytes = (char *)(batch->integers + (size_t)token * batch->stride * GROUP);
     for (int g = 0; g < batch->groups; g++)
         for (int odd = 0; odd < 2; odd++) {
             const int16_t *x = integers + g * GROUP + odd * 32;
@@ -155,7 +179,7 @@ static void batch_copy_token(struct batch *batch, int to, const struct batch *so
     const int32_t *corrections = source->corrections + (size_t)from * batch->stride;
     if (batch->layout == BY_TOKEN || batch->layout == BY_DIGIT) {
         if (batch->layout == BY_DIGIT)
-            split_digits(batch, integers);
+            split_digits(batch, to, integers);
         else
             memcpy(batch->integers + (size_t)to * groups * GROUP, integers, (size_t)groups * GROUP * 2);
         memcpy(batch->scales + (size_t)to * batch->stride, scales, (size_t)groups * 4);

@@ -70,10 +70,14 @@ static int ffn_pairs(struct ffn_memory *m, const struct routing *r, const struct
     if (ffn_create(m, r, width, x->layout == AS_FLOATS) != 0) return -1;
     for (int e = 0; e < r->num_experts; e++) {
         const int begin = r->begins[e], n = r->begins[e + 1] - begin;
-        if (batch_gather(&m->inputs[e], x, r->tokens + begin, n, kind) != 0) return -1;
+        const struct batch *input = &m->inputs[e];
+        if (e > 0 && begin - r->begins[e - 1] == n && !memcmp(r->tokens + begin, r->tokens + begin - n, n * sizeof(int)))
+            input = m->products[2 * e - 1].x; /* a single token goes to all its experts in the same form */
+        else if (batch_gather(&m->inputs[e], x, r->tokens + begin, n, kind) != 0)
+            return -1;
         const size_t at = (size_t)begin * width;
-        m->products[2 * e] = (struct product){r->experts[e]->gate, &m->inputs[e], m->gate + at, width, NULL};
-        m->products[2 * e + 1] = (struct product){r->experts[e]->up, &m->inputs[e], m->up + at, width, NULL};
+        m->products[2 * e] = (struct product){r->experts[e]->gate, input, m->gate + at, width, NULL};
+        m->products[2 * e + 1] = (struct product){r->experts[e]->up, input, m->up + at, width, NULL};
     }
     run_products(m->products, 2 * r->num_experts);
     struct hidden_job job = {m, mode, kind, width};

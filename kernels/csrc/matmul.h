@@ -5,7 +5,7 @@
 #include "rows_f32.h"
 #include "rows_integer.h"
 
-/* Rows begin .. end-1, at most CHUNK_ROWS of them, for all tokens. One function for each kind: its loops are unrolled. */
+/* Rows begin .. end-1 for all tokens, at most CHUNK_ROWS if those are several. One function for each kind: its loops are unrolled. */
 #if defined(__AVX512VNNI__)
 #define ROWS_SEVERAL(kind, p, begin, end) \
     if (p->x->layout == BY_DIGIT && kind == KIND_INT4) \
@@ -42,19 +42,22 @@ static void product_rows(const struct product *p, int begin, int end) {
 /* Products of equally many rows, as one job. */
 struct product_job {
     const struct product *products;
-    int chunks_each;
+    int chunk_rows, chunks_each;
 };
 
 static void product_task(void *arg, int chunk) {
     const struct product_job *job = arg;
     const struct product *p = job->products + chunk / job->chunks_each;
-    int begin = chunk % job->chunks_each * CHUNK_ROWS;
-    product_rows(p, begin, p->w.rows - begin < CHUNK_ROWS ? p->w.rows : begin + CHUNK_ROWS);
+    const int begin = chunk % job->chunks_each * job->chunk_rows;
+    product_rows(p, begin, p->w.rows - begin < job->chunk_rows ? p->w.rows : begin + job->chunk_rows);
 }
 
 static void run_products(const struct product *products, int num_products) {
     if (num_products == 0) return;
-    struct product_job job = {products, (products[0].w.rows + CHUNK_ROWS - 1) / CHUNK_ROWS};
+    const int rows = products[0].w.rows;
+    const bool has_many = (size_t)rows * num_products >= (size_t)8 * LONG_CHUNK_ROWS * pool_threads();
+    const int chunk_rows = products[0].x->tokens == 1 && has_many ? LONG_CHUNK_ROWS : CHUNK_ROWS;
+    struct product_job job = {products, chunk_rows, (rows + chunk_rows - 1) / chunk_rows};
     pool_run(product_task, &job, num_products * job.chunks_each);
 }
 

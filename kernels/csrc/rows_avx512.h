@@ -10,32 +10,46 @@ INLINE void add_products(__m512i *sum, __m512i w, __m512i x) {
     __asm__("vpdpwssd %2, %1, %0" : "+v"(*sum) : "v"(w), "vm"(x));
 }
 
-/* Terms of groups first .. first+15 of one row of int4 times one token in digits. Nibbles are unsigned, so both digits
- * multiply without unpacking to 16 bits: high (signed) as the second operand of vpdpbusd, low (unsigned) as its first.
+#define DIGIT_BLOCKS 16 /* of sixteen groups: terms of 16 rows that wait to be added, 16 KiB a token */
+
+/* terms[t][0] = terms of sixteen groups of one row of int4 times each token in digits; digits, corrections and x_scales
+ * of a token lie `stride` groups after those of the one before. Nibbles are unsigned, so both digits multiply without
+ * unpacking to 16 bits: high (signed) as the second operand of vpdpbusd, low (unsigned) as its first.
  * A lane sums 4 * 2 * 15 * 128 * 256 < 2^22 at most before and after the shift. */
-INLINE __m512 terms_of_digits(const uint8_t *data, const char *digits, const int32_t *corrections, __m512 scales) {
+INLINE void terms_of_digits(const uint8_t *data, const int tokens, const char *digits, const int32_t *corrections,
+                            const float *x_scales, size_t stride, __m512 scales, float (*terms)[DIGIT_BLOCKS][16][16]) {
     const __m512i low_nibbles = _mm512_set1_epi8(15);
-    __m512i quarter[4]; /* block b of quarter[i] is group 4i + b */
+    __m512i quarter[MAX_DIGIT_TOKENS][4]; /* block b of quarter[t][i] is group 4i + b */
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
-        __m512i pair[2]; /* eight lanes each of two groups */
+        __m512i pair[MAX_DIGIT_TOKENS][2]; /* eight lanes each of two groups */
 #pragma GCC unroll 2
         for (int j = 0; j < 2; j++) {
             const __m512i bytes = _mm512_loadu_si512(data + 64 * (2 * i + j));
             const __m512i even = _mm512_and_si512(bytes, low_nibbles);
             const __m512i odd = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low_nibbles);
-            const char *x = digits + 256 * (2 * i + j);
-            __m512i sum = _mm512_dpbusd_epi32(_mm512_setzero_si512(), even, _mm512_load_si512(x));
-            sum = _mm512_slli_epi32(_mm512_dpbusd_epi32(sum, odd, _mm512_load_si512(x + 128)), 8);
-            sum = _mm512_dpbusd_epi32(sum, _mm512_load_si512(x + 64), even);
-            pair[j] = _mm512_dpbusd_epi32(sum, _mm512_load_si512(x + 192), odd);
+#pragma GCC unroll 3
+            for (int t = 0; t < tokens; t++) {
+                const char *x = digits + t * stride * (GROUP * 2) + 256 * (2 * i + j);
+                __m512i sum = _mm512_dpbusd_epi32(_mm512_setzero_si512(), even, _mm512_load_si512(x));
+                sum = _mm512_slli_epi32(_mm512_dpbusd_epi32(sum, odd, _mm512_load_si512(x + 128)), 8);
+                sum = _mm512_dpbusd_epi32(sum, _mm512_load_si512(x + 64), even);
+                pair[t][j] = _mm512_dpbusd_epi32(sum, _mm512_load_si512(x + 192), odd);
+            }
         }
-        quarter[i] = _mm512_add_epi32(_mm512_shuffle_i64x2(pair[0], pair[1], 0x88),
-                                      _mm512_shuffle_i64x2(pair[0], pair[1], 0xDD));
+#pragma GCC unroll 3
+        for (int t = 0; t < tokens; t++)
+            quarter[t][i] = _mm512_add_epi32(_mm512_shuffle_i64x2(pair[t][0], pair[t][1], 0x88),
+                                             _mm512_shuffle_i64x2(pair[t][0], pair[t][1], 0xDD));
     }
     const __m512i in_order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    const __m512i sum = _mm512_permutexvar_epi32(in_order, sum_blocks(quarter));
-    return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(sum, _mm512_load_si512(corrections))), scales);
+#pragma GCC unroll 3
+    for (int t = 0; t < tokens; t++) {
+        const __m512i sum = _mm512_permutexvar_epi32(in_order, sum_blocks(quarter[t]));
+        const __m512i product = _mm512_sub_epi32(sum, _mm512_load_si512(corrections + t * stride));
+        const __m512 scale = _mm512_mul_ps(scales, _mm512_load_ps(x_scales + t * stride));
+        _mm512_store_ps(terms[t][0][0], _mm512_mul_ps(_mm512_cvtepi32_ps(product), scale));
+    }
 }
 
 /* acc lane r += rows[r][0], rows[r][1], ... rows[r][15]: rows become lanes by four steps of a transpose. */
@@ -63,18 +77,16 @@ INLINE __m512 add_columns(__m512 acc, float rows[16][16]) {
     return acc;
 }
 
-#define DIGIT_BLOCKS 16 /* of sixteen groups: terms of 16 rows that wait to be added, 16 KiB */
-
 /* Sixteen rows at a time, each read from end to end, so that memory is read in one stream. */
-INLINE void rows_by_digit(const struct product *p, int begin, int end) {
+INLINE void rows_of_digits(const struct product *p, const int tokens, int begin, int end) {
     const struct matrix *w = &p->w;
     const struct batch *x = p->x;
     const int blocks = (x->groups + 15) / 16;
-    float *y = product_row(p, 0);
-    _Alignas(64) float terms[DIGIT_BLOCKS][16][16];
+    _Alignas(64) float terms[MAX_DIGIT_TOKENS][DIGIT_BLOCKS][16][16];
     for (int row = begin; row < end; row += 16) {
         const int rows = end - row < 16 ? end - row : 16;
-        __m512 acc = _mm512_setzero_ps();
+        __m512 acc[MAX_DIGIT_TOKENS];
+        for (int t = 0; t < tokens; t++) acc[t] = _mm512_setzero_ps();
         for (int first = 0; first < blocks; first += DIGIT_BLOCKS) {
             const int num = blocks - first < DIGIT_BLOCKS ? blocks - first : DIGIT_BLOCKS;
             for (int r = 0; r < rows; r++) {
@@ -88,21 +100,31 @@ INLINE void rows_by_digit(const struct product *p, int begin, int end) {
                         memcpy(tail, bytes, row_bytes(w) - (size_t)block * 512);
                         bytes = tail;
                     } else {
-                        for (int i = 0; i < 512; i += 64) __builtin_prefetch(bytes + PREFETCH_BYTES + i);
+                        for (int i = 0; i < 512; i += 64) prefetch_ahead(bytes + i);
                     }
                     const __m512 scales = (__m512)group_scales16(w, row + r, 16 * block, groups).part[0];
-                    _mm512_store_ps(terms[b][r],
-                                    terms_of_digits(bytes, (const char *)x->integers + (size_t)block * 2048,
-                                                    x->corrections + 16 * block,
-                                                    _mm512_mul_ps(scales, _mm512_load_ps(x->scales + 16 * block))));
+                    terms_of_digits(bytes, tokens, (const char *)x->integers + (size_t)block * 2048,
+                                    x->corrections + 16 * block, x->scales + 16 * block, x->stride, scales,
+                                    (float (*)[DIGIT_BLOCKS][16][16])terms[0][b][r]);
                 }
             }
             /* rows beyond the end hold what was there before; their sums are never stored */
-            for (int b = 0; b < num; b++) acc = add_columns(acc, terms[b]);
+            for (int t = 0; t < tokens; t++)
+                for (int b = 0; b < num; b++) acc[t] = add_columns(acc[t], terms[t][b]);
         }
-        float sums[16];
-        _mm512_storeu_ps(sums, acc);
-        for (int r = 0; r < rows; r++) y[row + r] = sums[r] * row_scale(w, row + r);
+        for (int t = 0; t < tokens; t++) {
+            float sums[16], *y = product_row(p, t);
+            _mm512_storeu_ps(sums, acc[t]);
+            for (int r = 0; r < rows; r++) y[row + r] = sums[r] * row_scale(w, row + r);
+        }
+    }
+}
+
+INLINE void rows_by_digit(const struct product *p, int begin, int end) {
+    switch (p->x->tokens) {
+    case 1: rows_of_digits(p, 1, begin, end); break;
+    case 2: rows_of_digits(p, 2, begin, end); break;
+    default: rows_of_digits(p, 3, begin, end);
     }
 }
 

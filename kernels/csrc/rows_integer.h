@@ -5,9 +5,13 @@
 #define PAIRS 16        /* (row, token) pairs whose sums run side by side, hiding the latency of adds in order */
 #define PANEL_GROUPS 256 /* groups whose terms wait to be added: 16 * 256 f32 are 16 KiB */
 
-/* How far ahead of the row a single token asks for memory: two rows of [2048, 6144] int4. One core of a Xeon (Emerald
- * Rapids) that reads 12 GB/s, 400 MB of such weights: 8.3 GB/s with 2 KiB, 7.9 to 10 with 4, 11.4 with 6, 10.9 with 8. */
-#define PREFETCH_BYTES 6144
+/* Asks for the line of a row that is read 2 KiB from here, and for the second-level cache to fetch ahead of that: it has
+ * more requests in flight than the first. Two cores of a Xeon (Sapphire Rapids) that read 29 GB/s, [2048, 6144] int4 in
+ * turn: 57 % of that without, 74 to 79 % with one request 4 to 12 KiB ahead, 82 to 89 % with both. */
+INLINE void prefetch_ahead(const uint8_t *data) {
+    __builtin_prefetch(data + 2048);
+    __builtin_prefetch(data + 6144, 0, 2);
+}
 
 /* terms[i] of 16 groups from `first`, of which `n` exist: p * (s * sx). x[i] are the groups' activations. */
 INLINE f32x16 terms16(const i32lanes sums[16], const int32_t *corrections, f32x16 scales, const float *x_scales) {
@@ -62,7 +66,7 @@ INLINE void row_terms_one(enum kind kind, const struct product *p, int row, int 
     for (; block + 16 <= last && (block + 16) * GROUP <= w->columns; block += 16) {
         i32lanes sums[16];
         for (int i = 0; i < 16; i++) {
-            if (i * group_bytes(kind) % 64 == 0) __builtin_prefetch(data + PREFETCH_BYTES);
+            if (i * group_bytes(kind) % 64 == 0) prefetch_ahead(data);
             sums[i] = dot64(unpack64(kind, data), integers);
             data += group_bytes(kind);
             integers += GROUP;
