@@ -54,6 +54,7 @@ INLINE void absorb_block(enum kind kind, const int tokens, const int groups, con
         const uint8_t *data = row_data(w, row);
         for (int g = 0; g < groups; g++) {
             f32x16 weights[4];
+            if (is_packed(kind)) prefetch_ahead(data + (group + g) * group_bytes(kind));
             group_in_field_order(kind, w, data, group + g, weights);
             const float scale = w->scale_group ? group_scale(w, row, group + g) : row_scale(w, row);
             for (int t = 0; t < tokens; t++) {
@@ -106,22 +107,38 @@ static int absorb_query(const float *q, int tokens, int heads, int nope, const s
     return 0;
 }
 
-/* o [tokens, heads, R] -> y [tokens, heads, value rows]; one product a head. */
+struct expand_job {
+    const float *o; /* [tokens, heads, columns] */
+    struct matrix kv_b;
+    int tokens, heads, nope, rows_per_head;
+    enum mode mode;
+    float *y; /* [tokens, heads, value rows] */
+    _Atomic bool failed;
+};
+
+/* All of one head: quantizing takes as long as the product of a single token. */
+static void expand_task(void *arg, int head) {
+    struct expand_job *job = arg;
+    const int columns = job->kv_b.columns, value_dim = job->rows_per_head - job->nope;
+    struct batch batch = {0};
+    if (batch_make(&batch, job->o + (size_t)head * columns, (size_t)job->heads * columns, job->tokens, columns,
+                   job->mode, job->kv_b.kind) == 0) {
+        const struct matrix rows =
+            matrix_rows(&job->kv_b, head * job->rows_per_head + job->nope, (head + 1) * job->rows_per_head);
+        const struct product product = {rows, &batch, job->y + (size_t)head * value_dim, (size_t)job->heads * value_dim,
+                                        NULL};
+        for (int row = 0; row < value_dim; row += CHUNK_ROWS)
+            product_rows(&product, row, value_dim - row < CHUNK_ROWS ? value_dim : row + CHUNK_ROWS);
+    } else {
+        job->failed = true;
+    }
+    batch_free(&batch);
+}
+
+/* o [tokens, heads, R] -> y [tokens, heads, value rows]; one task a head. */
 static int expand_value(const float *o, int tokens, int heads, const struct matrix *kv_b, int rows_per_head, int nope,
                         enum mode mode, float *y) {
-    const int columns = kv_b->columns, value_dim = rows_per_head - nope;
-    struct batch *batches = calloc(heads, sizeof *batches);
-    struct product *products = calloc(heads, sizeof *products);
-    int failed = !batches || !products;
-    for (int h = 0; h < heads && !failed; h++) {
-        failed = batch_make(&batches[h], o + (size_t)h * columns, (size_t)heads * columns, tokens, columns, mode,
-                            kv_b->kind) != 0;
-        const struct matrix rows = matrix_rows(kv_b, h * rows_per_head + nope, (h + 1) * rows_per_head);
-        products[h] = (struct product){rows, &batches[h], y + (size_t)h * value_dim, (size_t)heads * value_dim, NULL};
-    }
-    if (!failed && value_dim > 0) run_products(products, heads);
-    for (int h = 0; batches && h < heads; h++) batch_free(&batches[h]);
-    free(batches);
-    free(products);
-    return failed ? -1 : 0;
+    struct expand_job job = {o, *kv_b, tokens, heads, nope, rows_per_head, mode, y, false};
+    if (rows_per_head > nope) pool_run(expand_task, &job, heads);
+    return job.failed ? -1 : 0;
 }

@@ -13,7 +13,7 @@ enum layout {
     AS_FLOATS /* floats [tokens][groups * 64], in order of the columns */
 };
 
-#define MAX_DIGIT_TOKENS 3 /* more take less time BY_FOUR */
+#define MAX_DIGIT_TOKENS 4 /* more take less time BY_FOUR */
 
 struct batch {
     enum layout layout;

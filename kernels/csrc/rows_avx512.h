@@ -12,23 +12,24 @@ INLINE void add_products(__m512i *sum, __m512i w, __m512i x) {
 
 #define DIGIT_BLOCKS 16 /* of sixteen groups: terms of 16 rows that wait to be added, 16 KiB a token */
 
-/* terms[t][0] = terms of sixteen groups of one row of int4 times each token in digits; digits, corrections and x_scales
+/* terms[t][0] = terms of sixteen groups (of eight and zeros) of one row of int4 times each token in digits; digits, corrections and x_scales
  * of a token lie `stride` groups after those of the one before. Nibbles are unsigned, so both digits multiply without
  * unpacking to 16 bits: high (signed) as the second operand of vpdpbusd, low (unsigned) as its first.
  * A lane sums 4 * 2 * 15 * 128 * 256 < 2^22 at most before and after the shift. */
-INLINE void terms_of_digits(const uint8_t *data, const int tokens, const char *digits, const int32_t *corrections,
+INLINE void terms_of_digits(const uint8_t *data, const int num_groups, const int tokens, const char *digits, const int32_t *corrections,
                             const float *x_scales, size_t stride, __m512 scales, float (*terms)[DIGIT_BLOCKS][16][16]) {
     const __m512i low_nibbles = _mm512_set1_epi8(15);
     __m512i quarter[MAX_DIGIT_TOKENS][4]; /* block b of quarter[t][i] is group 4i + b */
+    memset(quarter, 0, sizeof quarter);
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
+    for (int i = 0; i < num_groups / 4; i++) {
         __m512i pair[MAX_DIGIT_TOKENS][2]; /* eight lanes each of two groups */
 #pragma GCC unroll 2
         for (int j = 0; j < 2; j++) {
             const __m512i bytes = _mm512_loadu_si512(data + 64 * (2 * i + j));
             const __m512i even = _mm512_and_si512(bytes, low_nibbles);
             const __m512i odd = _mm512_and_si512(_mm512_srli_epi16(bytes, 4), low_nibbles);
-#pragma GCC unroll 3
+#pragma GCC unroll 4
             for (int t = 0; t < tokens; t++) {
                 const char *x = digits + t * stride * (GROUP * 2) + 256 * (2 * i + j);
                 __m512i sum = _mm512_dpbusd_epi32(_mm512_setzero_si512(), even, _mm512_load_si512(x));
@@ -37,13 +38,13 @@ INLINE void terms_of_digits(const uint8_t *data, const int tokens, const char *d
                 pair[t][j] = _mm512_dpbusd_epi32(sum, _mm512_load_si512(x + 192), odd);
             }
         }
-#pragma GCC unroll 3
+#pragma GCC unroll 4
         for (int t = 0; t < tokens; t++)
             quarter[t][i] = _mm512_add_epi32(_mm512_shuffle_i64x2(pair[t][0], pair[t][1], 0x88),
                                              _mm512_shuffle_i64x2(pair[t][0], pair[t][1], 0xDD));
     }
     const __m512i in_order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-#pragma GCC unroll 3
+#pragma GCC unroll 4
     for (int t = 0; t < tokens; t++) {
         const __m512i sum = _mm512_permutexvar_epi32(in_order, sum_blocks(quarter[t]));
         const __m512i product = _mm512_sub_epi32(sum, _mm512_load_si512(corrections + t * stride));
@@ -94,18 +95,23 @@ INLINE void rows_of_digits(const struct product *p, const int tokens, int begin,
                 for (int b = 0; b < num; b++) {
                     const int block = first + b, groups = x->groups - 16 * block;
                     const uint8_t *bytes = data + (size_t)block * 512;
+                    const char *digits = (const char *)x->integers + (size_t)block * 2048;
+                    const int32_t *corrections = x->corrections + 16 * block;
+                    const float *x_scales = x->scales + 16 * block;
+                    const __m512 scales = (__m512)group_scales16(w, row + r, 16 * block, groups).part[0];
+                    float(*out)[DIGIT_BLOCKS][16][16] = (float(*)[DIGIT_BLOCKS][16][16])terms[0][b][r];
+                    for (int i = 0; i < 512 && i < groups * 32; i += 64) prefetch_ahead(bytes + i);
+                    if (w->columns - 16 * GROUP * block == 8 * GROUP) { /* latents are 512 wide */
+                        terms_of_digits(bytes, 8, tokens, digits, corrections, x_scales, x->stride, scales, out);
+                        continue;
+                    }
                     uint8_t tail[512];
-                    if (groups < 16 || (16 * block + 16) * GROUP > w->columns) {
+                    if ((16 * block + 16) * GROUP > w->columns) {
                         memset(tail, 0, sizeof tail);
                         memcpy(tail, bytes, row_bytes(w) - (size_t)block * 512);
                         bytes = tail;
-                    } else {
-                        for (int i = 0; i < 512; i += 64) prefetch_ahead(bytes + i);
                     }
-                    const __m512 scales = (__m512)group_scales16(w, row + r, 16 * block, groups).part[0];
-                    terms_of_digits(bytes, tokens, (const char *)x->integers + (size_t)block * 2048,
-                                    x->corrections + 16 * block, x->scales + 16 * block, x->stride, scales,
-                                    (float (*)[DIGIT_BLOCKS][16][16])terms[0][b][r]);
+                    terms_of_digits(bytes, 16, tokens, digits, corrections, x_scales, x->stride, scales, out);
                 }
             }
             /* rows beyond the end hold what was there before; their sums are never stored */
@@ -124,7 +130,8 @@ INLINE void rows_by_digit(const struct product *p, int begin, int end) {
     switch (p->x->tokens) {
     case 1: rows_of_digits(p, 1, begin, end); break;
     case 2: rows_of_digits(p, 2, begin, end); break;
-    default: rows_of_digits(p, 3, begin, end);
+    case 3: rows_of_digits(p, 3, begin, end); break;
+    default: rows_of_digits(p, 4, begin, end);
     }
 }
 

@@ -63,6 +63,18 @@ INLINE f32x16 group_scales16(const struct matrix *w, int row, int first, int n) 
         return r;
 #endif
     }
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+    if (w->scale_group == GROUP) { /* lanes that are masked out are not read */
+        const size_t i = (size_t)row * scales_per_row(w) + first;
+        const __mmask16 mask = (__mmask16)((1u << n) - 1);
+        f32x16 r;
+        if (w->half_scales)
+            r.part[0] = (f32part)_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(mask, w->scales + 2 * i));
+        else
+            r.part[0] = (f32part)_mm512_maskz_loadu_ps(mask, w->scales + 4 * i);
+        return r;
+    }
+#endif
     float scales[16] = {0};
     for (int i = 0; i < n && i < 16; i++) scales[i] = group_scale(w, row, first + i);
     return load16(scales);
