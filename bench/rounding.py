@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 
 from glm_gpu.convert.convert import convert
-from glm_gpu.convert.rounding import DEFAULT_ROUNDING
 from glm_gpu.convert.settings import ConvertSettings
 from glm_gpu.convert.source import LocalSource
 from glm_gpu.engine import Engine
@@ -22,6 +21,7 @@ from glm_gpu.evaluate import differences, evaluate, heldout_texts
 from glm_gpu.kernels import cpu
 from glm_gpu.machine import cpu_name
 from glm_gpu.opening import EngineOptions
+from glm_gpu.recipe import DEFAULT_ROUNDING
 
 ORACLE = Path(__file__).resolve().parent.parent / "tests/data/oracle/tiny_glm"
 ROUNDINGS = ("rtn", "search")

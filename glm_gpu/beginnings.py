@@ -10,12 +10,15 @@ from glm_gpu.prefix import PrefixTree
 
 log = logging.getLogger(__name__)
 
+# A conversation is read when it saves computing so many tokens: its file costs far less than that many rows.
+_MIN_GAIN = 16
+
 
 class Beginnings:
     """Gives a new sequence what is known of its tokens. Not safe for several threads.
 
     Args:
-        conversations: asked where memory knows a page less; None for memory alone.
+        conversations: asked where memory knows much less; None for memory alone.
 
     Attributes:
         tree: what memory knows.
@@ -27,14 +30,14 @@ class Beginnings:
         self._conversations = conversations
 
     def share(self, cache: PagedCache, ids: list[int]) -> None:
-        """Begin an empty cache with the longest known beginning of `ids`. A conversation is read whole; that waits."""
+        """Begin an empty cache with the longest known beginning of `ids`.
+
+        A conversation on disk is read whole, which waits, and kept as far as its tokens are those of `ids`.
+        """
         match = self.tree.match(ids)
-        found = self._conversations.find(ids) if self._conversations else None
-        if (
-            found is not None
-            and found[1] >= match.num_tokens + self._pool.page_tokens
-            and self._load(cache, ids, *found)
-        ):
+        found = self._conversations.find(ids, cache.max_length) if self._conversations else None
+        is_worth_it = found is not None and found[1] >= match.num_tokens + _MIN_GAIN
+        if is_worth_it and self._load(cache, ids, *found):
             return
         match = self.tree.match(ids)  # room for what could not be loaded may have cost pages of the first one
         try:
@@ -64,12 +67,15 @@ class Beginnings:
         """Take a conversation from disk; False when it is damaged or there is no room for it."""
         assert self._conversations is not None
         try:
-            self.tree.evict(max(0, num_tokens // self._pool.page_tokens + 1 - self._pool.num_free))
-            cache.grow(num_tokens)
-            self._conversations.load(path, cache)
+            self._conversations.load(path, cache, lambda num_cached: self._grow(cache, num_cached))
+            cache.truncate(num_tokens)
         except (CapacityError, CheckpointError, RequestError) as error:
             log.warning("a conversation on disk is not used: %s", error)
             cache.release()
             return False
         self.tree.insert(ids[:num_tokens], cache.pages)
         return True
+
+    def _grow(self, cache: PagedCache, length: int) -> None:
+        self.tree.evict(max(0, length // self._pool.page_tokens + 1 - self._pool.num_free))
+        cache.grow(length)

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import threading
-from collections.abc import Iterable, KeysView
+from collections.abc import Callable, Iterable, KeysView
 from functools import cached_property
 from pathlib import Path
 
@@ -245,12 +245,20 @@ class Checkpoint:
         return values
 
     def read_matrix(
-        self, name: str, shape: tuple[int, int], format: Format, drop_pages: bool = False
+        self,
+        name: str,
+        shape: tuple[int, int],
+        format: Format,
+        drop_pages: bool = False,
+        quantizer: Callable[[np.ndarray, Format], QuantizedMatrix] = quantize,
     ) -> QuantizedMatrix:
         """A weight ready for the kernels.
 
         A packed weight is returned as it is stored, whichever packed format is asked for; `stored` tells beforehand.
         Everything else, and a packed weight asked for as plain numbers, is decoded and put into the format.
+
+        Args:
+            quantizer: puts numbers, [O, I] f32, into the format; without one they are rounded to nearest.
 
         Raises:
             CheckpointError: as `read_f32`, or the weight has another shape.
@@ -260,7 +268,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.path}: {problem}; fetch the model again or convert it again")
         if name in self._stored and format.is_packed:
             return self._read_packed(name, drop_pages)
-        return quantize(self.read_f32(name, drop_pages), format)
+        return quantizer(self.read_f32(name, drop_pages), format)
 
     def check_finite(self, name: str, values: np.ndarray, first_row: int = 0) -> None:
         """Refuse numbers of a tensor, from row `first_row` of it on, unless all are finite.

@@ -81,7 +81,8 @@ def serve(
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(run.JsonLines())
     logging.getLogger("glm_gpu").addHandler(handler)
-    logging.getLogger("glm_gpu.access").setLevel(logging.INFO)
+    for name in ("glm_gpu.access", "glm_gpu.server"):
+        logging.getLogger(name).setLevel(logging.INFO)
     with report.progress(f"opening {path}"):
         engine = Engine.open(path, options)
     with engine, listening:

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from glm_gpu.arrays import common_length
 from glm_gpu.cache import CacheLayout, KVCache
 from glm_gpu.errors import CheckpointError, RequestError
 from glm_gpu.units import format_bytes
@@ -137,27 +138,35 @@ class ConversationStore:
                 continue
             self._known[path] = (np.array(saved.ids, np.int32), saved.num_cached)
 
-    def find(self, ids: Sequence[int]) -> tuple[Path, int] | None:
-        """The conversation with the most rows of which all are rows of `ids`, and how many; None if there is none."""
-        wanted = np.asarray(ids, np.int32)
-        found = [
-            (num_cached, path)
-            for path, (known, num_cached) in self._known.items()
-            if 0 < num_cached <= len(wanted) and np.array_equal(known[:num_cached], wanted[:num_cached])
-        ]
-        if not found:
-            return None
-        num_cached, path = max(found)
-        return path, num_cached
+    def find(self, ids: Sequence[int], max_length: int) -> tuple[Path, int] | None:
+        """The conversation that shares most of its beginning with `ids`, and how many rows of it they can use.
 
-    def load(self, path: Path, cache: KVCache) -> None:
-        """Put a found conversation's rows into an empty cache with room for them; a damaged one is not found again.
+        Args:
+            max_length: of the cache it is to be loaded into; longer ones are passed over.
+        """
+        wanted, best = np.asarray(ids, np.int32), None
+        for path, (known, num_cached) in self._known.items():
+            common = common_length(known[:num_cached], wanted)
+            if num_cached <= max_length and common > (best[1] if best else 0):
+                best = path, common
+        return best
+
+    def load(self, path: Path, cache: KVCache, open_rows: Callable[[int], None]) -> None:
+        """Put a found conversation's rows into an empty cache; a damaged one is not found again.
+
+        Args:
+            open_rows: makes so many rows of the cache ready to be written.
 
         Raises:
             CheckpointError, RequestError: as `load_conversation`; the cache is empty still.
         """
+
+        def room(num_cached: int) -> KVCache:
+            open_rows(num_cached)
+            return cache
+
         try:
-            load_conversation(path, self._identity, lambda _: cache)
+            load_conversation(path, self._identity, room)
             os.utime(path)
         except (CheckpointError, RequestError):
             self._known.pop(path, None)

@@ -160,13 +160,12 @@ def _open_store(checkpoint: Checkpoint, opening: Opening, options: EngineOptions
     plan, config = opening.plan, checkpoint.config
     layers = [*config.sparse_layers, *([config.mtp_layer] if opening.loads_mtp else [])]
     files = ExpertFiles(checkpoint, options.recipe, layers, plan.read_mode)
-    pinned_bytes = sum(size * count for size, count in plan.num_pinned.items())
     return TieredStore(
         files,
         plan.num_slots,
         heat,
         plan.num_pinned,
-        can_lock=plan.lock_bytes >= pinned_bytes,
+        lock_bytes=plan.lock_bytes,
         num_read_threads=options.read_threads,
         prefetch=options.prefetch,
         excess_bytes=lambda: machine.anon_rss_bytes() - plan.budget.ram_bytes,

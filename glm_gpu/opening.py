@@ -12,7 +12,7 @@ from glm_gpu.errors import CheckpointError, RequestError
 from glm_gpu.kernels import cpu
 from glm_gpu.model.footprint import pass_bytes
 from glm_gpu.model.transformer import cache_layout, latent_streams
-from glm_gpu.recipe import Recipe, tensor_class
+from glm_gpu.recipe import DEFAULT_ROUNDING, Recipe, Rounding, tensor_class
 from glm_gpu.session import PREFILL_CHUNK
 from glm_gpu.speculative import SpeculateMode
 from glm_gpu.tensors import expected_tensors, validate_tensors
@@ -35,6 +35,8 @@ class EngineOptions:
         expert_bits: 16, 8, 4 or 2 for routed experts; of a stored container, only what it holds.
         dense_bits: the same for attention, dense MLPs and shared experts.
         group: columns that share a scale at four bits: 64, 128, or 0 for whole rows.
+        rounding: how weights are put into their formats while they are loaded; "rtn" to nearest, "search" with the
+            scales of least error. A container is as it was converted.
         weights: "f32" keeps every weight as f32, as the reference does.
         activations: "int16", "int8" or "f32": what activations are rounded to before packed weights.
         kv: format of the cache; "auto" is bf16, and f32 beside f32 weights.
@@ -57,6 +59,7 @@ class EngineOptions:
     expert_bits: int | None = None
     dense_bits: int | None = None
     group: int | None = None
+    rounding: Rounding = DEFAULT_ROUNDING
     weights: Literal["auto", "f32"] = "auto"
     activations: Literal["int16", "int8", "f32"] = "int16"
     kv: Literal["auto", "bf16", "f32"] = "auto"
@@ -91,7 +94,7 @@ class EngineOptions:
         expert_bits, dense_bits, group = (
             default if value is None else value for value, default in zip(widths, (4, 4, 64), strict=True)
         )
-        return Recipe.from_bits(expert_bits, dense_bits, group)
+        return Recipe.from_bits(expert_bits, dense_bits, group).rounded(self.rounding)
 
     @property
     def row_format(self) -> str:

@@ -115,6 +115,10 @@ class ModelOptions:
         Literal["0", "64", "128"] | None,
         option("--group", "Weights that share a scale at 4 bits, 0 for a whole row; default: as stored, else 64."),
     ] = None
+    rounding: Annotated[
+        Literal["search", "rtn"],
+        option("--rounding", "Quantize at load with the scales of least error, or to nearest."),
+    ] = "search"
     weights: Annotated[Literal["auto", "f32"], option("--weights", "f32 loads every weight without quantizing it.")] = (
         "auto"
     )
@@ -158,6 +162,7 @@ class ModelOptions:
             expert_bits=self.expert_bits and int(self.expert_bits),
             dense_bits=self.dense_bits and int(self.dense_bits),
             group=self.group and int(self.group),
+            rounding=self.rounding,
             weights=self.weights,
             activations=self.activations,
             kv=self.kv,

@@ -1,15 +1,21 @@
 """How much of waiting prompts joins a step of running answers, from what steps have cost so far."""
 
 # A step that also works on a prompt may last so many times one that does not. Tokens then come at most at five times
-# their usual gap, with room for what the estimate misses.
+# their usual gap, with room for a busy machine.
 _MAX_STRETCH = 3.0
-_MIN_ROWS = 16
-# Each observation counts this much less than the next: about the last 30 steps decide.
-_DECAY = 0.97
+# Twice the rows cost less than twice the time: so they are tried where half as much again would do.
+_TRY_STRETCH = 2.0
+_MIN_ROWS = 8
+# Where few rows are too many already, more are taken while twice as many last only so much longer: with experts on disk
+# a few rows read most of them, and small parts would add up to a far longer wait for everyone.
+_FLAT = 1.15
+# After so many steps a larger size is tried anew, so that one bad moment is not believed for ever.
+_MAX_AGE = 100
+_NEW_SHARE = 0.3
 
 
 class Pace:
-    """Fits seconds = decode step + fixed + rows * slope to the steps seen; the sizes it proposes change no result.
+    """Learns how long steps of each size last, sizes by powers of two; what it proposes changes no result.
 
     Args:
         max_rows: most rows of prompts in one pass.
@@ -17,41 +23,51 @@ class Pace:
 
     def __init__(self, max_rows: int) -> None:
         self.max_rows = max_rows
+        self._sizes = [min(_MIN_ROWS, max_rows)]
+        while self._sizes[-1] < max_rows:
+            self._sizes.append(min(2 * self._sizes[-1], max_rows))
         self._decode_s: float | None = None
-        self._sums = [0.0] * 5  # of weights, x, y, x * x, x * y, where x are rows and y seconds beyond a decode step
+        self._seconds: dict[int, float] = {}
+        self._seen_at: dict[int, int] = {}
+        self._num_steps = self._last_rows = 0
 
     def rows(self, num_decoding: int) -> int:
         """How many rows of prompts the next pass should take beside the rows of `num_decoding` answers."""
         if not num_decoding:
             return self.max_rows
-        if self._decode_s is None or not self._sums[0]:
-            return min(_MIN_ROWS, self.max_rows)
-        fixed_s, slope_s = self._fit()
-        spare_s = (_MAX_STRETCH - 1) * self._decode_s - fixed_s
-        # Where the fixed part alone is too much (experts come from disk, and a few rows need most of them), small
-        # parts would stall everyone for longer in all.
-        if spare_s <= 0 or slope_s <= 0:
-            return self.max_rows
-        return max(min(_MIN_ROWS, self.max_rows), min(self.max_rows, int(spare_s / slope_s)))
+        size = self._sizes[0]
+        if self._decode_s is None:
+            return size
+        limit_s = _MAX_STRETCH * self._decode_s
+        for larger in self._sizes[1:]:
+            here, there = self._seconds.get(size), self._seconds.get(larger)
+            if here is None or size > self._last_rows:
+                break
+            if there is None:
+                is_better = here <= _TRY_STRETCH * self._decode_s or here > limit_s
+            else:
+                is_better = there <= max(limit_s, _FLAT * here)
+            if not is_better:
+                break
+            size = larger
+        return size
 
     def record(self, seconds: float, num_decoding: int, num_prefill: int) -> None:
         """Learn from a pass."""
-        if not num_prefill:
-            self._decode_s = seconds if self._decode_s is None else 0.8 * self._decode_s + 0.2 * seconds
+        if not num_decoding:
             return
-        extra = seconds - (self._decode_s or 0.0) if num_decoding else seconds
-        x, y = float(num_prefill), max(extra, 0.0)
-        self._sums = [_DECAY * s + v for s, v in zip(self._sums, (1.0, x, y, x * x, x * y), strict=True)]
+        if not num_prefill:
+            self._decode_s = _mixed(self._decode_s, seconds)
+            return
+        self._last_rows = num_prefill
+        self._num_steps += 1
+        if num_prefill in self._sizes:
+            self._seconds[num_prefill] = _mixed(self._seconds.get(num_prefill), seconds)
+            self._seen_at[num_prefill] = self._num_steps
+        for size, step in list(self._seen_at.items()):
+            if size > num_prefill and self._num_steps - step > _MAX_AGE:
+                del self._seconds[size], self._seen_at[size]
 
-    def _fit(self) -> tuple[float, float]:
-        """(fixed, slope) in seconds, neither below 0."""
-        n, x, y, xx, xy = self._sums
-        spread = n * xx - x * x
-        if spread > 1e-9 * n * xx:
-            slope = (n * xy - x * y) / spread
-            fixed = (y - slope * x) / n
-            if slope > 0 and fixed > 0:
-                return fixed, slope
-            if slope <= 0:
-                return y / n, 0.0
-        return 0.0, y / x
+
+def _mixed(known: float | None, new: float) -> float:
+    return new if known is None else (1 - _NEW_SHARE) * known + _NEW_SHARE * new

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from glm_gpu.arrays import common_length
 from glm_gpu.pages import PagePool
 
 
@@ -136,10 +137,3 @@ class PrefixTree:
 
 def _is_covered(part: np.ndarray, node: _Node) -> bool:
     return any(np.array_equal(child.ids[: len(part)], part) for child in node.children.values())
-
-
-def common_length(one: np.ndarray, other: np.ndarray) -> int:
-    """How many leading items two arrays share."""
-    length = min(len(one), len(other))
-    differing = np.flatnonzero(one[:length] != other[:length])
-    return int(differing[0]) if len(differing) else length

@@ -1,10 +1,17 @@
 """Which class a tensor belongs to, and which format each class gets."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from glm_gpu.config import ModelConfig
 from glm_gpu.errors import CheckpointError, RequestError
 from glm_gpu.quant import FORMATS, Format
+
+# How a packed weight's scales are chosen: by the largest magnitude (round to nearest), or searched for least error.
+Rounding = Literal["rtn", "search"]
+# Lower perplexity on the demo's held-out texts and lower logit error on the reference fixture at every width that has
+# candidates; `bench/rounding.py` prints both.
+DEFAULT_ROUNDING: Rounding = "search"
 
 _F32 = FORMATS["f32"]
 _FLOAT_SUFFIXES = (
@@ -49,7 +56,7 @@ def tensor_class(name: str, config: ModelConfig) -> str:
 
 @dataclass(frozen=True)
 class Recipe:
-    """One format for each class of weights; class "float" is always f32."""
+    """One format for each class of weights, class "float" being always f32, and how weights are rounded into them."""
 
     expert: Format
     dense: Format
@@ -57,6 +64,7 @@ class Recipe:
     indexer: Format
     mtp_expert: Format
     mtp: Format
+    rounding: Rounding = DEFAULT_ROUNDING
 
     @classmethod
     def default(cls) -> "Recipe":
@@ -86,7 +94,11 @@ class Recipe:
     @classmethod
     def float32(cls) -> "Recipe":
         """Everything as f32: the reference."""
-        return cls(*[_F32] * len(fields(cls)))
+        return cls(*[_F32] * 6)
+
+    def rounded(self, rounding: Rounding) -> "Recipe":
+        """The same formats, rounded otherwise."""
+        return replace(self, rounding=rounding)
 
     def format_for(self, name: str, config: ModelConfig) -> Format:
         """The format of a weight by its name. Raises as `tensor_class` does."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from glm_gpu.arrays import common_length
 from glm_gpu.batch import Batch
 from glm_gpu.beginnings import Beginnings
 from glm_gpu.conversations import ConversationStore
@@ -16,7 +17,6 @@ from glm_gpu.jobs import Counts, Job, Listener, Request, Token
 from glm_gpu.model.transformer import Transformer
 from glm_gpu.pace import Pace
 from glm_gpu.pages import PagedCache, PagePool
-from glm_gpu.prefix import common_length
 from glm_gpu.sampling import logprobs, top_logprobs
 
 log = logging.getLogger(__name__)

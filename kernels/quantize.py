@@ -1,11 +1,14 @@
 """Putting weights into packed formats, to nearest or with searched scales; decoding FP8. A call runs on one thread."""
 
+from collections.abc import Callable
+
 import numpy as np
 
 from glm_gpu.fp8 import E4M3, dequantize_fp8, scale_grid
 from glm_gpu.kernels import cpu
 from glm_gpu.quant import Format, QuantizedMatrix, pack
 from glm_gpu.quant import quantize as quantize_on_numpy
+from glm_gpu.recipe import Rounding
 
 # Factors of the scale that the largest magnitude asks for. Finer steps gain less than 2 % of the squared error. Where
 # the best lies, for Gaussian weights: groups at 4 bits from 0.65 to 1, rows of 6144 at 4 bits near 0.6 and at 2 bits
@@ -33,6 +36,11 @@ def quantize(weight: np.ndarray, format: Format, scale_dtype=np.float32) -> Quan
     if scale_dtype == np.float16:
         scales = np.maximum(scales.astype(np.float16), np.float16(2.0**-24))
     return quantize_with_scales(weight, format, scales)
+
+
+def quantizer(rounding: Rounding) -> Callable[[np.ndarray, Format], QuantizedMatrix]:
+    """What puts a weight, [O, I] f32, into a format: `quantize` for "rtn", `quantize_search` for "search"."""
+    return quantize_search if rounding == "search" else quantize
 
 
 def shrink_factors(format: Format) -> tuple[float, ...]:

@@ -104,6 +104,7 @@ def test_fp8_blocks_of_another_size_follow_the_config(one_shard):
 
 @pytest.mark.parametrize("scale_shape", [(68,), (68, 1), (), (1,), (1, 2)])
 def test_row_scales_tensor_scales_and_blocks_are_supported(one_shard, scale_shape):
+    """C18."""
     scales = np.random.default_rng(0).random(scale_shape).astype(np.float32)
     folder = one_shard({WEIGHT: ("F8_E4M3", np.full(SHAPE, 0x38, np.uint8)), f"{WEIGHT}_scale_inv": scales})
     with Checkpoint.open(folder) as checkpoint:
@@ -136,6 +137,7 @@ def test_fp8_without_scales_is_refused_by_name(one_shard):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_scale_that_is_not_finite_is_named_with_its_index(one_shard, value):
+    """C18."""
     scales = np.ones((1, 2), np.float32)
     scales[0, 1] = value
     folder = one_shard({WEIGHT: ("F8_E4M3", np.zeros(SHAPE, np.uint8)), f"{WEIGHT}_scale_inv": scales})
@@ -310,6 +312,7 @@ def test_threads_read_at_the_same_time(oracle_dir):
 
 
 def test_read_only_folder_with_an_unusual_name_stays_unchanged(oracle_dir, tmp_path):
+    """C23."""
     folder = tmp_path / "модель 模型 é"
     shutil.copytree(oracle_dir / "tiny_olmoe", folder)
     before = sorted(path.name for path in folder.iterdir())

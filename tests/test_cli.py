@@ -76,6 +76,7 @@ def test_run_json_prints_one_document_that_agrees_with_itself(invoke):
     assert found.keys() == {
         "ids", "text", "finish_reason", "prompt_tokens", "completion_tokens", "prefill_tok_s", "decode_tok_s",
         "peak_rss_bytes", "tiers", "drafted_tokens", "accepted_tokens", "tokens_per_pass", "speculation",
+        "reused_tokens",
     }  # fmt: skip
     with Engine.open() as engine:
         assert engine.tokenizer.decode(found["ids"]) == found["text"]

@@ -87,18 +87,19 @@ def test_a_failed_save_leaves_the_old_file_and_no_other(saved, monkeypatch):
     assert saved.read_bytes() == before and list(saved.parent.iterdir()) == [saved]
 
 
-def test_the_longest_beginning_is_found_only_if_all_of_it_is_one(tmp_path):
+def test_the_longest_common_beginning_is_found(tmp_path):
     store = ConversationStore(tmp_path, "a", 1 << 20)
     store.save([1, 2, 3], filled([1, 2, 3]))
     store.save([1, 2, 9, 9], filled([1, 2, 9, 9]))
-    assert store.find([1, 2, 3, 4, 5])[1] == 3 and store.find([1, 2, 9, 9, 9])[1] == 4
-    assert store.find([1, 2]) is None and store.find([1, 2, 9]) is None
+    assert store.find([1, 2, 3, 4, 5], 99)[1] == 3 and store.find([1, 2, 9, 9, 9], 99)[1] == 4
+    assert store.find([1, 2, 9, 5], 99)[1] == 3 and store.find([1, 2, 9, 5], 3)[1] == 2
+    assert store.find([2, 2], 99) is None and store.find([1, 2, 3], 2) is None
     assert not store.save([1, 2], filled([1, 2]))
     store.save([1, 2, 3, 4], filled([1, 2, 3, 4]))
     assert len(list(tmp_path.iterdir())) == 2
     again = ConversationStore(tmp_path, "a", 1 << 20)
-    assert again.find([1, 2, 3, 4, 5])[1] == 4
-    assert ConversationStore(tmp_path, "b", 1 << 20).find([1, 2, 3, 4, 5]) is None
+    assert again.find([1, 2, 3, 4, 5], 99)[1] == 4
+    assert ConversationStore(tmp_path, "b", 1 << 20).find([1, 2, 3, 4, 5], 99) is None
 
 
 def test_the_folder_stays_below_its_size_and_the_longest_unused_go(tmp_path):
@@ -110,8 +111,8 @@ def test_the_folder_stays_below_its_size_and_the_longest_unused_go(tmp_path):
         for path in tmp_path.iterdir():
             os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 100))
         if n >= 1:
-            store.load(store.find([1] * 101)[0], KVCache(LAYOUT, 100))
-    assert {n for n in range(5) if store.find([n] * 101)} == {1, 3, 4}
+            store.load(store.find([1] * 101, 999)[0], KVCache(LAYOUT, 100), lambda n: None)
+    assert {n for n in range(5) if store.find([n] * 101, 999)} == {1, 3, 4}
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 3 * size
     assert not store.save([7] * 1000, filled([7] * 1000, 1000))
 
@@ -166,6 +167,16 @@ def test_a_new_server_goes_on_where_the_old_one_was(scheduler_on, tmp_path):
     assert heard.ids == ToyModel().answer(longer, 6)
     assert heard.result.reused_tokens == len(prompt) + 5  # the last token said was never computed
     assert sum(map(sum, second._model.batches)) == 3 + 5
+
+
+def test_rows_are_used_as_far_as_the_tokens_are_the_same(scheduler_on, tmp_path):
+    prompt = [n % 60 for n in range(150)]
+    first = scheduler_on(tmp_path)
+    answer(first, prompt)
+    first.beginnings.keep(1 << 22)
+    other = [*prompt[:100], 5, 5, 5]
+    heard = answer(scheduler_on(tmp_path), other)
+    assert heard.ids == ToyModel().answer(other, 6) and heard.result.reused_tokens == 100
 
 
 @pytest.mark.parametrize("fault", ["flipped byte", "another model", "shorter context"])

@@ -49,6 +49,7 @@ def test_without_groups_memory_is_what_the_machine_has_available(root):
 
 
 def test_container_limit_binds_and_is_named(root):
+    """C27."""
     root.write("proc/self/mountinfo", V2_MOUNT)
     root.write("proc/self/cgroup", "0::/\n")
     root.group("sys/fs/cgroup", memory_max=8 * GIB, memory_current=3 * GIB, memory_stat=f"anon {3 * GIB}")
@@ -173,6 +174,7 @@ def test_without_proc_the_c_library_answers(tmp_path):
 
 
 def test_hyperthreads_of_one_core_count_once(root, monkeypatch):
+    """C33."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3}, raising=False)
     for cpu, siblings in enumerate(["0,2", "1,3", "0,2", "1,3"]):
         root.write(f"sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list", siblings + "\n")

@@ -123,6 +123,7 @@ def test_reply_is_the_same_in_chunks_of_any_size(text, expected, size):
 )
 @settings(max_examples=500, deadline=None)
 def test_any_chunking_of_any_text_gives_the_same_reply(fragments, seed, in_reasoning):
+    """C44."""
     text = "".join(fragments)
     whole = parse_in_pieces([text], in_reasoning=in_reasoning)
     rng = random.Random(seed)
@@ -247,6 +248,7 @@ def test_text_ends_before_the_stop_that_completes_first(stops, text, expected, s
 )
 @settings(max_examples=500)
 def test_stops_are_found_alike_in_any_pieces(stops, text, size):
+    """C35."""
     shown, matched = pushed_through(stops, cut(text, size))
     assert (shown, matched) == pushed_through(stops, [text])
     assert not any(stop in shown for stop in stops)
@@ -279,6 +281,7 @@ class Config:
 
 
 def test_every_end_token_of_both_files_and_every_turn_marker_ends_a_chat():
+    """C37."""
     assert eos_ids(Config, {"eos_token_id": [20, 26]}, Vocabulary()) == {20, 25, 26, 28}
     assert eos_ids(Config, {"eos_token_id": 27}, None) == {20, 27}
 

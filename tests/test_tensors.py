@@ -88,12 +88,14 @@ def test_published_size_of_glm_5_2_adds_up(oracle_dir):
 
 
 def test_full_layer_without_its_indexer_is_refused_by_name(rewrite):
+    """C02."""
     folder = rewrite(drop(r"layers\.4\.self_attn\.indexer"), name="tiny_glm")
     with pytest.raises(CheckpointError, match=r"5 tensors .* are missing: model\.layers\.4\.self_attn\.indexer\.wq_b"):
         validate(folder)
 
 
 def test_shared_layer_needs_an_indexer_once_indexer_types_is_gone(rewrite):
+    """C02."""
     folder = rewrite(name="tiny_glm", indexer_types="", index_topk_freq="")
     with pytest.raises(CheckpointError, match=r"15 tensors .* are missing: model\.layers\.2\.self_attn\.indexer"):
         validate(folder)

@@ -3,7 +3,8 @@
 import numpy as np
 
 from glm_gpu.checkpoint import Checkpoint
-from glm_gpu.recipe import Recipe
+from glm_gpu.kernels.quantize import quantizer
+from glm_gpu.recipe import Recipe, Rounding
 from glm_gpu.slab import SlabLayout
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
@@ -24,17 +25,21 @@ def expert_layout(checkpoint: Checkpoint, recipe: Recipe, layer: int) -> SlabLay
     return SlabLayout(format, config.hidden_size, config.moe_intermediate_size)
 
 
-def read_expert(checkpoint: Checkpoint, layout: SlabLayout, layer: int, expert: int, slab: np.ndarray) -> None:
+def read_expert(
+    checkpoint: Checkpoint, layout: SlabLayout, layer: int, expert: int, slab: np.ndarray, rounding: Rounding
+) -> None:
     """Fill a slab with an expert, quantized here where the checkpoint does not store it so.
 
     Args:
         slab: [layout.nbytes] uint8, overwritten.
+        rounding: how numbers are put into the slab's format.
 
     Raises:
         CheckpointError: a tensor cannot be read, or holds values that are not finite.
     """
     for projection, view in zip(PROJECTIONS, layout.views(slab), strict=True):
-        matrix = checkpoint.read_matrix(expert_tensor(layer, expert, projection), view.shape, view.format)
+        name = expert_tensor(layer, expert, projection)
+        matrix = checkpoint.read_matrix(name, view.shape, view.format, quantizer=quantizer(rounding))
         view.data[...] = matrix.data
         if view.scales is not None:
             view.scales[...] = matrix.scales

@@ -61,7 +61,7 @@ class ExpertFiles:
         mode: ReadMode = "buffered",
         preadv: Callable = os.preadv,
     ) -> None:
-        self._checkpoint = checkpoint
+        self._checkpoint, self._rounding = checkpoint, recipe.rounding
         self._layouts = {layer: expert_layout(checkpoint, recipe, layer) for layer in layers}
         self._mode = mode
         self._preadv = preadv
@@ -120,7 +120,7 @@ class ExpertFiles:
         layout = self._layouts[layer]
         run = self.run(layer, expert)
         if run is None:
-            read_expert(self._checkpoint, layout, layer, expert, slot[: layout.nbytes])
+            read_expert(self._checkpoint, layout, layer, expert, slot[: layout.nbytes], self._rounding)
             self._count(layout.nbytes)
             return
         assert run.nbytes == layout.nbytes, (run, layout)

@@ -102,15 +102,6 @@ class Heat:
         slow, fast = self._weighted[:, layers] / np.maximum(self._weighted_tokens[:, layers], _TINY)[..., None]
         return slow, fast
 
-    def rates_at(self, layers: np.ndarray, experts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The same for chosen experts: two [n] f64.
-
-        Args:
-            layers, experts: [n] int.
-        """
-        slow, fast = self._weighted[:, layers, experts] / np.maximum(self._weighted_tokens[:, layers], _TINY)
-        return slow, fast
-
     def begin_run(self) -> None:
         """Let what earlier runs counted weigh no more than `CARRIED_TOKENS`; rates stay as they are.
 

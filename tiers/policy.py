@@ -20,15 +20,6 @@ def worth(heat: Heat, layers: slice | np.ndarray = slice(None)) -> np.ndarray:
     return _mix(*heat.rates(layers))
 
 
-def keep_value(heat: Heat, layers: np.ndarray, experts: np.ndarray) -> np.ndarray:
-    """How much chosen experts are worth in memory, [n] f64; higher means keep. For a few; `worth` is quicker for most.
-
-    Args:
-        layers, experts: [n] int.
-    """
-    return _mix(*heat.rates_at(layers, experts))
-
-
 def layer_worth(heat: Heat, layer: int) -> np.ndarray:
     """How much each expert of one layer is worth in memory, [E] f64."""
     return worth(heat, slice(layer, layer + 1))[0]

@@ -5,7 +5,7 @@ import time
 import numpy as np
 
 from glm_gpu.tiers.heat import Heat
-from glm_gpu.tiers.policy import keep_value
+from glm_gpu.tiers.policy import worth
 from glm_gpu.tiers.residency import HYSTERESIS, Key
 
 # A background read starts only while fewer are under way, so that a miss never queues behind many.
@@ -56,17 +56,15 @@ def hottest(heat: Heat, layers: list[int], num: int, pinned: set[Key]) -> set[Ke
 
     So an expert takes another's place only when it is clearly hotter.
     """
-    layer_ids = np.repeat(np.array(layers, np.int32), heat.shape[1])
-    expert_ids = np.tile(np.arange(heat.shape[1], dtype=np.int32), len(layers))
-    values = keep_value(heat, layer_ids, expert_ids)
-    is_pinned = np.array([key in pinned for key in zip(layer_ids.tolist(), expert_ids.tolist(), strict=True)])
-    values[is_pinned] *= HYSTERESIS
-    best = np.argsort(-values, kind="stable")[:num]
-    return {(int(layer_ids[n]), int(expert_ids[n])) for n in best}
+    num_experts, row_of = heat.shape[1], {layer: row for row, layer in enumerate(layers)}
+    values = worth(heat, np.array(layers)).ravel()
+    held = [row_of[layer] * num_experts + expert for layer, expert in pinned if layer in row_of]
+    values[held] *= HYSTERESIS
+    best = np.argpartition(-values, num)[:num] if num < len(values) else np.arange(len(values))
+    return {(layers[n // num_experts], n % num_experts) for n in best.tolist()}
 
 
 def by_worth(heat: Heat, layers: list[int]) -> list[Key]:
     """Every expert of these layers, the most valuable last."""
-    keys = [(layer, expert) for expert in range(heat.shape[1]) for layer in layers]
-    values = keep_value(heat, *np.array(keys, np.int32).T)
-    return [keys[n] for n in np.argsort(values, kind="stable")]
+    order = np.argsort(worth(heat, np.array(layers)).T.ravel(), kind="stable")
+    return [(layers[n % len(layers)], n // len(layers)) for n in order.tolist()]

@@ -10,7 +10,7 @@ import numpy as np
 from glm_gpu.tiers.counters import Counters
 from glm_gpu.tiers.files import ExpertFiles
 from glm_gpu.tiers.heat import Heat
-from glm_gpu.tiers.policy import keep_value
+from glm_gpu.tiers.policy import layer_worth, worth
 from glm_gpu.tiers.reader import ReadJob, ReadPool, Urgency
 from glm_gpu.tiers.slots import SlotPool, SlotState
 
@@ -31,7 +31,7 @@ class Residency:
     Args:
         num_slots: by slab size in bytes.
         num_read_threads: reads in flight at once.
-        can_lock: whether pinned slots are locked in memory.
+        lock_bytes: so much of the pinned slots is locked in memory.
         on_promoted: called, with `changed` held, when a background read has ended.
 
     Attributes:
@@ -49,7 +49,7 @@ class Residency:
         heat: Heat,
         num_slots: dict[int, int],
         num_read_threads: int,
-        can_lock: bool,
+        lock_bytes: int,
         on_promoted: Callable[[], None],
     ) -> None:
         self.counters = Counters()
@@ -66,8 +66,9 @@ class Residency:
         self.pass_number = 0
         self._max_in_flight = 2 * num_read_threads
         self._files, self._heat = files, heat
+        self._worth = worth(heat)
         self._pool_of = {layer: pool for pool in self.pools for layer in pool.layers}
-        self._can_lock = can_lock
+        self._lock_bytes = lock_bytes
         self._on_promoted = on_promoted
         self._reader = ReadPool(num_read_threads, self._read, self._finish)
 
@@ -83,6 +84,10 @@ class Residency:
     def has_room_in_flight(self) -> bool:
         """Whether another read may be queued. More at once would only empty slots before their time."""
         return len(self.jobs) < self._max_in_flight
+
+    def heed(self, layer: int) -> None:
+        """Take in what the heat has counted in a layer."""
+        self._worth[layer] = layer_worth(self._heat, layer)
 
     def request(self, layer: int, expert: int, urgency: Urgency) -> bool:
         """Have an expert read that has no slot; False when no slot may be had for it."""
@@ -109,7 +114,7 @@ class Residency:
         for layer, expert in self.pinned - pinned:
             slot = self._slot_of(layer, expert)
             if slot >= 0 and self._pool_of[layer].pinned[slot]:
-                self._pool_of[layer].unpin(slot)
+                self._lock_bytes += self._pool_of[layer].unpin(slot)
         self.pinned = pinned
         for layer, expert in pinned:
             slot = self._slot_of(layer, expert)
@@ -142,12 +147,10 @@ class Residency:
         evictable = pool.evictable()
         if not len(evictable):
             return None
-        values = keep_value(self._heat, pool.layer[evictable], pool.expert[evictable])
+        values = self._worth[pool.layer[evictable], pool.expert[evictable]]
         coldest = int(np.argmin(values))
-        if candidate is not None:
-            (value,) = keep_value(self._heat, np.array([candidate[0]]), np.array([candidate[1]]))
-            if value <= values[coldest] * HYSTERESIS:
-                return None
+        if candidate is not None and self._worth[candidate] <= values[coldest] * HYSTERESIS:
+            return None
         slot = int(evictable[coldest])
         key = (int(pool.layer[slot]), int(pool.expert[slot]))
         if key in self.unused_prefetches:
@@ -160,8 +163,11 @@ class Residency:
     def _pin_if_ready(self, pool: SlotPool, slot: int) -> None:
         if pool.state[slot] != SlotState.READY or pool.pinned[slot]:
             return
-        if not pool.pin(slot, self._can_lock) and self._can_lock:
-            self._can_lock = False
+        may_lock = pool.slot_nbytes <= self._lock_bytes
+        if pool.pin(slot, may_lock):
+            self._lock_bytes -= pool.slot_nbytes
+        elif may_lock:
+            self._lock_bytes = 0
             log.warning("hot experts cannot be locked in memory; raise the limit with `ulimit -l` or LimitMEMLOCK")
 
     def _read(self, job: ReadJob) -> None:

@@ -41,8 +41,9 @@ class SlotPool:
     ) -> None:
         assert num_slots >= 1 and slot_nbytes % mmap.PAGESIZE == 0
         self.num_slots, self.slot_nbytes, self.layers = num_slots, slot_nbytes, list(layers)
-        # An anonymous mapping: page-aligned for direct reads, and no page is committed before a slab is read into it.
-        self._mapping = mmap.mmap(-1, num_slots * slot_nbytes)
+        # A private anonymous mapping: page-aligned for direct reads, no page committed before a slab is read into it,
+        # and pages that are given back are gone. A shared one, the default, would count as shared memory and stay.
+        self._mapping = mmap.mmap(-1, num_slots * slot_nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         arena = np.frombuffer(self._mapping, np.uint8).reshape(num_slots, slot_nbytes)
         self.slots = list(arena)
         self.slabs = [slot[:slab_nbytes] for slot in self.slots]
@@ -51,6 +52,7 @@ class SlotPool:
         self.expert = np.full(num_slots, -1, np.int32)
         self.leases = np.zeros(num_slots, np.int32)
         self.pinned = np.zeros(num_slots, bool)
+        self._is_locked = np.zeros(num_slots, bool)
         self.loaded_pass = np.zeros(num_slots, np.int64)
         self._free = list(range(num_slots - 1, -1, -1))
         self._slot_of = {layer: np.full(num_experts, -1, np.int32) for layer in layers}
@@ -97,12 +99,10 @@ class SlotPool:
 
     def clear(self, slot: int) -> None:
         """Forget a slot's expert; the caller owns the slot then, as after `take_free`."""
-        assert self.leases[slot] == 0 and self.state[slot] != SlotState.RETIRED
+        assert self.leases[slot] == 0 and not self.pinned[slot] and self.state[slot] != SlotState.RETIRED
         self._slot_of[int(self.layer[slot])][self.expert[slot]] = -1
         self.state[slot] = SlotState.EMPTY
         self.layer[slot] = self.expert[slot] = -1
-        if self.pinned[slot]:
-            self.unpin(slot)
 
     def give_back(self, slot: int) -> None:
         """Return an owned EMPTY slot to the free ones."""
@@ -117,12 +117,17 @@ class SlotPool:
     def pin(self, slot: int, lock: bool) -> bool:
         """Keep a slot's expert until it is unpinned, on request locked in memory: whether the system did that."""
         self.pinned[slot] = True
-        return lock and _call_libc("mlock", self.slots[slot])
+        self._is_locked[slot] = lock and _call_libc("mlock", self.slots[slot])
+        return bool(self._is_locked[slot])
 
-    def unpin(self, slot: int) -> None:
-        """Let a slot be evicted again."""
+    def unpin(self, slot: int) -> int:
+        """Let a slot be evicted again; how many bytes are no longer locked."""
         self.pinned[slot] = False
+        if not self._is_locked[slot]:
+            return 0
+        self._is_locked[slot] = False
         _call_libc("munlock", self.slots[slot])
+        return self.slot_nbytes
 
 
 _libc = ctypes.CDLL(None, use_errno=True) if os.name == "posix" else None

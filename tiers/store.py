@@ -21,7 +21,7 @@ from glm_gpu.tiers.trace import TraceWriter
 # A pass of more rows than this uses most experts of every layer: guessing which is pointless.
 MAX_PREFETCH_ROWS = 8
 # Passes between looks at which experts are hot, and at how much memory is in use.
-REVIEW_PASSES = 64
+REVIEW_PASSES = 16
 GUARD_PASSES = 16
 
 
@@ -74,7 +74,7 @@ class TieredStore:
         num_slots: slots by slab size in bytes (`SlabLayout.aligned_nbytes`), at least one for each size in use.
         heat: what placement goes by; counted here.
         num_pinned: how many slots of each size hold hot experts that stay, fewer than there are slots.
-        can_lock: whether those are locked in memory too.
+        lock_bytes: so much of those is locked in memory.
         num_read_threads: reads in flight at once.
         prefetch: whether to read what the next layer will probably use.
         promote_bytes_s: bound on background reads.
@@ -88,7 +88,7 @@ class TieredStore:
         num_slots: dict[int, int],
         heat: Heat,
         num_pinned: dict[int, int] | None = None,
-        can_lock: bool = False,
+        lock_bytes: int = 0,
         num_read_threads: int = 4,
         prefetch: PrefetchMode = "auto",
         promote_bytes_s: float = float("inf"),
@@ -98,7 +98,7 @@ class TieredStore:
         self.files, self.heat = files, heat
         self.switch = PrefetchSwitch(prefetch)
         self._promotions = Promotions(promote_bytes_s)
-        self._residency = Residency(files, heat, num_slots, num_read_threads, can_lock, self._promotion_ended)
+        self._residency = Residency(files, heat, num_slots, num_read_threads, lock_bytes, self._promotion_ended)
         self.counters = self._residency.counters
         self._num_pinned = num_pinned or {}
         self._excess_bytes = excess_bytes
@@ -126,6 +126,8 @@ class TieredStore:
 
     def count(self, layer: int, choices: np.ndarray, phase: Phase) -> None:
         self.heat.count(layer, choices, phase)
+        with self._residency.changed:
+            self._residency.heed(layer)
         if self._trace is not None:
             self._trace.record(layer, choices, phase)
         guess = self._guesses.pop(layer, None)

@@ -6,9 +6,8 @@ from typing import Literal
 
 import numpy as np
 
-from glm_gpu.convert.rounding import DEFAULT_ROUNDING, Rounding
 from glm_gpu.errors import RequestError
-from glm_gpu.recipe import Recipe
+from glm_gpu.recipe import DEFAULT_ROUNDING, Recipe, Rounding
 
 # An interrupted conversion loses one output shard at most: at 0.5 GB/s, eight seconds of work.
 DEFAULT_SHARD_BYTES = 4 << 30
@@ -24,7 +23,7 @@ class ConvertSettings:
         dense_bits: the same for attention, dense and shared MLPs.
         group: columns that share a scale at 4 bits: 64, 128, or 0 for whole rows.
         scales: "f32" or "f16".
-        rounding: "rtn" (nearest, what loading does too) or "search" (see `convert.rounding`).
+        rounding: "rtn" (to nearest) or "search" (the scale of least error); loading does the same by default.
         container: "glm-gpu", or "colibri" for a container without manifest and padding.
         shard_bytes: an output shard is closed before it grows beyond this, if it holds more than one expert or weight.
 
@@ -50,7 +49,7 @@ class ConvertSettings:
     @cached_property
     def recipe(self) -> Recipe:
         """The format of each class of weights."""
-        return Recipe.from_bits(self.expert_bits, self.dense_bits, self.group)
+        return Recipe.from_bits(self.expert_bits, self.dense_bits, self.group).rounded(self.rounding)
 
     @property
     def scale_dtype(self) -> np.dtype:

@@ -8,6 +8,7 @@ import numpy as np
 
 from glm_gpu.checkpoint import Checkpoint
 from glm_gpu.config import ModelConfig
+from glm_gpu.kernels.quantize import quantizer
 from glm_gpu.quant import QuantizedMatrix
 from glm_gpu.recipe import Recipe
 from glm_gpu.tensors import expected_tensors
@@ -150,7 +151,10 @@ class _Reader:
 
     def matrix(self, name: str) -> QuantizedMatrix:
         full = f"{self._prefix}{name}.weight"
-        return self._checkpoint.read_matrix(full, self._shapes[full], self._recipe.format_for(full, self._config))
+        format = self._recipe.format_for(full, self._config)
+        return self._checkpoint.read_matrix(
+            full, self._shapes[full], format, quantizer=quantizer(self._recipe.rounding)
+        )
 
     def vector(self, name: str) -> np.ndarray:
         return self._checkpoint.read_f32(self._prefix + name)

@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from anyio import to_thread
 from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
 from fastapi.exceptions import RequestValidationError
@@ -30,6 +31,8 @@ from glm_gpu.server.questions import Asker, Chat
 from glm_gpu.server.responses import ResponseAnswer, response_of
 from glm_gpu.server.settings import ServerSettings
 
+_MAX_THREADS = 4
+
 
 def create_app(
     engine: Engine, scheduler: Scheduler, settings: ServerSettings, on_ready: Callable[[], None] = lambda: None
@@ -43,6 +46,8 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        # What runs there is Python for the most part: more threads would only take the interpreter from each other.
+        to_thread.current_default_thread_limiter().total_tokens = _MAX_THREADS
         on_ready()
         yield
 

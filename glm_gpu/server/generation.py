@@ -1,6 +1,7 @@
 """Answers between the scheduler's thread and the server's loop: tokens to text on one side, events on the other."""
 
 import asyncio
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -130,8 +131,8 @@ class Generation:
     readers: list[Reader]
     jobs: list[Job] = field(default_factory=list)
     results: list[Result] = field(default_factory=list)
-    _events: "asyncio.Queue[tuple[int, Event]]" = field(default_factory=asyncio.Queue)
-    _next: "asyncio.Task | None" = None
+    _events: deque[tuple[int, Event]] = field(default_factory=deque)
+    _arrival: "asyncio.Future[None] | None" = None
 
     @classmethod
     def start(cls, scheduler: Scheduler, requests: Sequence[tuple[Request, Reader]]) -> "Generation":
@@ -147,7 +148,7 @@ class Generation:
             def post(event: Event) -> None:
                 # The loop is closed only when the server ends, and then nobody waits for events.
                 if not loop.is_closed():
-                    loop.call_soon_threadsafe(generation._events.put_nowait, (index, event))
+                    loop.call_soon_threadsafe(generation._arrive, index, event)
 
             return post
 
@@ -170,12 +171,9 @@ class Generation:
         Raises:
             Exception: what a request failed with.
         """
-        if self._next is None:
-            self._next = asyncio.ensure_future(self._events.get())
-        await asyncio.wait({self._next}, timeout=None if timeout_s is None else max(timeout_s, 0))
-        if not self._next.done():
+        if not self._events and not await self._wait(timeout_s):
             return None
-        (index, event), self._next = self._next.result(), None
+        index, event = self._events.popleft()
         if isinstance(event, Ended):
             self.num_left -= 1
             self.results.append(event.result)
@@ -183,10 +181,26 @@ class Generation:
                 raise event.result.error
         return index, event
 
+    async def _wait(self, timeout_s: float | None) -> bool:
+        """Whether an event came in time. Of one task only; lighter than a queue, for it is waited on for each token."""
+        loop = asyncio.get_running_loop()
+        self._arrival = arrival = loop.create_future()
+        alarm = None if timeout_s is None else loop.call_later(max(timeout_s, 0), _set, arrival)
+        try:
+            await arrival
+        finally:
+            self._arrival = None
+            if alarm is not None:
+                alarm.cancel()
+        return bool(self._events)
+
+    def _arrive(self, index: int, event: Event) -> None:
+        self._events.append((index, event))
+        if self._arrival is not None:
+            _set(self._arrival)
+
     def cancel(self) -> None:
         """End what has not ended. May be called at any time, and again."""
-        if self._next is not None:
-            self._next.cancel()
         for job in self.jobs:
             if job.result.finish_reason is None:
                 job.cancel()
@@ -213,3 +227,8 @@ class Generation:
             "first_token_s": round(min(first), 4) if first else None,
             "finish": [result.finish_reason or "cancelled" for result in results],
         }
+
+
+def _set(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)

@@ -8,7 +8,9 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
+from glm_gpu.conversations import ConversationStore
 from glm_gpu.engine import Engine
 from glm_gpu.errors import RequestError
 from glm_gpu.model.transformer import cache_layout
@@ -16,6 +18,8 @@ from glm_gpu.pages import PagePool
 from glm_gpu.scheduler import Scheduler
 from glm_gpu.server.settings import ServerSettings
 from glm_gpu.session import PREFILL_CHUNK
+
+log = logging.getLogger(__name__)
 
 LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "[::1]"})
 
@@ -28,12 +32,14 @@ class Limits:
         num_contexts: full contexts that the cache has room for, shared by all sequences.
         max_running, max_queued: requests in passes, and waiting.
         drain_s: how long requests may go on once the server is told to stop.
+        keep_bytes: of conversations kept on disk from one run to the next; 0 for none.
     """
 
     num_contexts: int
     max_running: int
     max_queued: int
     drain_s: float
+    keep_bytes: int = 0
 
 
 def is_loopback(host: str) -> bool:
@@ -87,9 +93,13 @@ def serve(
     listening: socket.socket,
     settings: ServerSettings,
     limits: Limits,
+    folder: Path | None,
     on_ready: Callable[[], None],
 ) -> None:
     """Answer requests until SIGTERM or Ctrl-C; then take no more, let those that run end, and return.
+
+    Args:
+        folder: for conversations; None keeps none.
 
     Raises:
         KeyboardInterrupt: it was Ctrl-C.
@@ -99,8 +109,13 @@ def serve(
     from glm_gpu.server.app import create_app
 
     pool = PagePool(cache_layout(engine.config, is_kv_bf16), limits.num_contexts * engine.context)
+    conversations = None
+    if folder is not None and limits.keep_bytes:
+        conversations = ConversationStore(folder, engine.row_identity, limits.keep_bytes)
     max_rows = PREFILL_CHUNK - limits.max_running
-    scheduler = Scheduler(engine.model, pool, engine.context, limits.max_running, limits.max_queued, max_rows)
+    scheduler = Scheduler(
+        engine.model, pool, engine.context, limits.max_running, limits.max_queued, max_rows, conversations
+    )
     scheduler.start()
     app = create_app(engine, scheduler, settings, on_ready)
     config = uvicorn.Config(
@@ -121,8 +136,20 @@ def serve(
     finally:
         signal.signal(signal.SIGTERM, before)
         scheduler.close()
+        if conversations is not None:
+            _keep(scheduler, limits.keep_bytes)
         scheduler.tree.clear()
         pool.close()
+
+
+def _keep(scheduler: Scheduler, max_bytes: int) -> None:
+    began = time.perf_counter()
+    try:
+        num_saved = scheduler.beginnings.keep(max_bytes)
+    except OSError as error:
+        log.warning("conversations are not kept: %s", error)
+        return
+    log.info("%d conversations kept in %.1f s", num_saved, time.perf_counter() - began)
 
 
 class JsonLines(logging.Formatter):

@@ -26,6 +26,8 @@ _MIN_COSTS = 4
 _FOLLOW, _LEAP = 0.3, 3.0
 # What one more row is taken to cost before it is tried, and that no more than twice the rows tried are tried next.
 _UNTRIED_ROW = 0.05
+# A further token that comes true less often than this is not worth the time to think about it.
+_MIN_CHANCE = 0.05
 # A drafter whose guesses cost time is tried again after so many passes without it, then after twice as many, and so on.
 _PROBE_EVERY, _PROBE_AT_MOST = 64, 1024
 
@@ -209,10 +211,10 @@ class WidthPolicy:
         for source, max_width in offers:
             tokens, chance, draft_cost = 1.0, 1.0, self._draft_cost.get(source, 0.0)
             for width, rate in enumerate(self.acceptance.rates(source)[:max_width], start=1):
-                cost = pass_cost(table, 1 + width)
+                chance *= rate
+                cost = pass_cost(table, 1 + width) if width == 1 or chance > _MIN_CHANCE else None
                 if cost is None:
                     break
-                chance *= rate
                 tokens += chance
                 gain = tokens / (cost + width * draft_cost)
                 if gain > best.gain:

@@ -11,19 +11,21 @@ from glm_gpu.convert import blocks
 from glm_gpu.convert.convert import convert
 from glm_gpu.convert.settings import ConvertSettings
 from glm_gpu.convert.source import LocalSource, open_source
+from glm_gpu.engine import Engine
 from glm_gpu.errors import CheckpointError, RequestError, UnsupportedModelError
 from glm_gpu.fp8 import E4M3
-from glm_gpu.kernels.quantize import quantize_search
+from glm_gpu.kernels.quantize import quantize_search, quantizer
+from glm_gpu.opening import EngineOptions
 from glm_gpu.quant import FORMATS, bf16_to_f32, f32_to_bf16, quantize
 from glm_gpu.recipe import tensor_class
+from glm_gpu.sampling import SamplingParams
 from glm_gpu.tensors import expected_tensors
 
 WIDTHS = [(16, 16, 64), (8, 8, 64), (4, 4, 64), (4, 4, 128), (4, 4, 0), (2, 2, 64), (4, 8, 64)]
 
 
 def converted(source_dir, out, **settings):
-    """Convert, to nearest unless said otherwise: what loading a checkpoint does."""
-    settings = {"rounding": "rtn"} | settings
+    """Convert with the default settings but for those given."""
     with LocalSource(source_dir) as source:
         return convert(source, out, ConvertSettings(**settings), threads=2)
 
@@ -37,9 +39,10 @@ def same_as_load_time(source_dir, out, settings: ConvertSettings):
                 np.testing.assert_array_equal(container.read_f32(name), source.read_f32(name), err_msg=name)
                 continue
             format = settings.recipe.format_for(name, config)
-            expected = quantize(source.read_f32(name), format, settings.scale_dtype)
+            put = quantizer(settings.rounding)
+            expected = put(source.read_f32(name), format, settings.scale_dtype)
             if settings.scales == "f32":
-                at_load = source.read_matrix(name, shape, format)
+                at_load = source.read_matrix(name, shape, format, quantizer=put)
                 np.testing.assert_array_equal(at_load.data, expected.data)
             found = container.read_matrix(name, shape, format)
             assert found.format == format, name
@@ -52,8 +55,9 @@ def same_as_load_time(source_dir, out, settings: ConvertSettings):
 @pytest.mark.parametrize(
     ("model", "widths"), [*(("tiny_glm_fp8", widths) for widths in WIDTHS), ("tiny_glm", (4, 4, 64))], ids=str
 )
-def test_container_has_the_bytes_of_load_time_quantization(model, widths, oracle_dir, tmp_path):
-    options = dict(zip(("expert_bits", "dense_bits", "group"), widths, strict=True))
+@pytest.mark.parametrize("rounding", ["rtn", "search"])
+def test_container_has_the_bytes_of_load_time_quantization(model, widths, rounding, oracle_dir, tmp_path):
+    options = dict(zip(("expert_bits", "dense_bits", "group"), widths, strict=True)) | {"rounding": rounding}
     converted(oracle_dir / model, tmp_path / "out", **options)
     same_as_load_time(oracle_dir / model, tmp_path / "out", ConvertSettings(**options))
 
@@ -116,7 +120,7 @@ def test_fp8_scales_by_row_or_for_the_whole_tensor(scale_shape, make_source, tmp
     (entry, _) = as_fp8(name, (130, 257), rng)
     scales = rng.uniform(1e-3, 1e-2, scale_shape).astype(np.float32)
     source = make_source("fp8", replace={name: [entry, (name + "_scale_inv", "F32", scale_shape, np.asarray(scales))]})
-    converted(source, tmp_path / "out")
+    converted(source, tmp_path / "out", rounding="rtn")
     expected = E4M3[entry[3]] * (np.asarray(scales).reshape(-1, 1) if scales.ndim else scales)
     with Checkpoint.open(tmp_path / "out") as container:
         found = container.read_matrix(name, (130, 257), FORMATS["int4_g64"])
@@ -277,3 +281,12 @@ def test_side_files_are_copied_and_missing_ones_listed(make_source, tmp_path):
         assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
     (source / "tokenizer.json").unlink()
     assert converted(source, tmp_path / "out2").missing_files == ("tokenizer.json", "chat_template.jinja")
+
+
+def test_a_container_gives_the_tokens_of_load_time_quantization(oracle_dir, tmp_path):
+    converted(oracle_dir / "tiny_glm_fp8", tmp_path / "out")
+    prompt, tokens = list(range(5, 45)), {}
+    for folder in (oracle_dir / "tiny_glm_fp8", tmp_path / "out"):
+        with Engine.open(folder, EngineOptions(context=128)) as engine:
+            tokens[folder] = list(engine.session().generate(prompt, SamplingParams(temperature=0), 40, ignore_eos=True))
+    assert len(set(map(tuple, tokens.values()))) == 1

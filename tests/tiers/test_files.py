@@ -33,7 +33,7 @@ def expected(demo_checkpoint, open_files) -> np.ndarray:
     """Expert 3 of layer 1, tensor by tensor."""
     layout = open_files().layout(1)
     slab = np.empty(layout.nbytes, np.uint8)
-    read_expert(demo_checkpoint, layout, 1, 3, slab)
+    read_expert(demo_checkpoint, layout, 1, 3, slab, "rtn")
     return slab
 
 
@@ -118,5 +118,5 @@ def test_experts_that_lie_in_pieces_or_are_not_quantized_are_read_all_the_same(o
         files = ExpertFiles(checkpoint, Recipe.default(), [layer])
         assert files.run(layer, 5) is None
         slab = np.empty(files.layout(layer).nbytes, np.uint8)
-        read_expert(checkpoint, files.layout(layer), layer, 5, slab)
+        read_expert(checkpoint, files.layout(layer), layer, 5, slab, "search")
         assert np.array_equal(_read(files, layer, 5), slab)

@@ -174,6 +174,7 @@ def test_expert_slots_cap_all_sizes_together():
 
 
 def test_locking_is_planned_within_the_limit_and_the_reason_told():
+    """C28."""
     plan = small_plan(17_000, memlock=1000)
     assert plan.lock_bytes == 1000
     assert any("ulimit -l" in reason for reason in plan.reasons)
@@ -210,6 +211,7 @@ def devices(*gigabytes: tuple[int, int]) -> tuple[DeviceBudget, ...]:
     "cards", [((24, 1), (12, 0), (48, 5), (8, 0)), ((8, 0), (24, 1)), ((80, 0),), ((2, 1), (24, 0))]
 )
 def test_each_card_is_filled_from_its_own_free_memory(cards):
+    """C24."""
     budget = Budget(128 * GIB, "--ram", devices=devices(*cards))
     plan = make_plan(GLM, budget, glm_demand(), None)
     layers = [layer for device in plan.devices for layer in device.layers]

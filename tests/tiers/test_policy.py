@@ -1,12 +1,11 @@
 """What is kept: worth by rates, and the order in which experts are given up."""
 
-import time
 from functools import partial
 
 import numpy as np
 
 from glm_gpu.tiers.heat import Heat
-from glm_gpu.tiers.policy import FAST_SHARE, Ranking, keep_value, layer_worth, worth
+from glm_gpu.tiers.policy import FAST_SHARE, Ranking, layer_worth, worth
 
 
 def counted(num_layers: int, num_experts: int, num_tokens: int, experts_per_tok: int = 4) -> Heat:
@@ -21,8 +20,6 @@ def test_worth_mixes_both_rates():
     heat = counted(3, 16, 40)
     slow, fast = heat.rates()
     np.testing.assert_allclose(worth(heat), (1 - FAST_SHARE) * slow + FAST_SHARE * fast, rtol=1e-12)
-    layers, experts = np.array([2, 0, 1], np.int32), np.array([5, 5, 0], np.int32)
-    np.testing.assert_allclose(keep_value(heat, layers, experts), worth(heat)[layers, experts], rtol=1e-15)
 
 
 def test_ranking_gives_up_offered_experts_in_the_order_of_their_worth():
@@ -58,17 +55,3 @@ def test_ranking_follows_heat_and_keeps_withdrawn_experts_out():
     heat.count(layer, np.array([[expert]]), "decode")
     ranking.update(layer)
     assert ranking.least()[:2] != (layer, held)
-
-
-def test_choosing_a_victim_among_20000_experts_takes_less_than_a_millisecond():
-    """20 us where it was written; the bound leaves room for a busy machine and still catches a sort or a loop."""
-    heat = counted(78, 256, 2, 8)
-    ranking = Ranking(partial(layer_worth, heat), range(78))
-    for layer in range(78):
-        ranking.offer(layer, range(256))
-    best = np.inf
-    for _ in range(20):
-        began = time.perf_counter()
-        ranking.least()
-        best = min(best, time.perf_counter() - began)
-    assert best < 1e-3

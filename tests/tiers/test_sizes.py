@@ -64,10 +64,10 @@ def test_reading_an_expert_takes_no_more_than_planned(oracle_dir, model, recipe)
         layer = sizes.sparse_layers[0]
         layout = expert_layout(checkpoint, recipe, layer)
         slab = np.empty(layout.nbytes, np.uint8)
-        read_expert(checkpoint, layout, layer, 0, slab)  # imports and first-use caches
+        read_expert(checkpoint, layout, layer, 0, slab, recipe.rounding)  # imports and first-use caches
         tracemalloc.start()
         try:
-            read_expert(checkpoint, layout, layer, 1, slab)
+            read_expert(checkpoint, layout, layer, 1, slab, recipe.rounding)
             peak = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()

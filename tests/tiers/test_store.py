@@ -10,6 +10,7 @@ import pytest
 from glm_gpu.batch import Batch
 from glm_gpu.engine import Engine
 from glm_gpu.errors import CheckpointError
+from glm_gpu.machine import anon_rss_bytes
 from glm_gpu.model.transformer import Transformer
 
 
@@ -186,10 +187,14 @@ def test_every_slot_is_filled_in_the_background_however_often_heat_is_reviewed(o
 
 
 def test_shrinking_gives_slots_back_and_the_store_goes_on(open_store):
-    store = open_store(64)
+    before = anon_rss_bytes()
+    store = open_store(64, promote_bytes_s=0.0)
     _lease(store, 1, list(range(64)))
+    assert anon_rss_bytes() - before > 60 * store.layout(1).aligned_nbytes  # the guard must see the slots
+    full = anon_rss_bytes()
     given = store.shrink(10 * store.layout(1).aligned_nbytes)
     assert given == 10 * store.layout(1).aligned_nbytes
+    assert full - anon_rss_bytes() > 8 * store.layout(1).aligned_nbytes
     assert len(_lease(store, 2, list(range(64)))) == 64
     assert sum(tier.num_experts for tier in store.report() if tier.name != "disk") <= 54
     store.shrink(1 << 40)
