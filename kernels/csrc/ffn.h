@@ -71,9 +71,10 @@ static int ffn_pairs(struct ffn_memory *m, const struct routing *r, const struct
     for (int e = 0; e < r->num_experts; e++) {
         const int begin = r->begins[e], n = r->begins[e + 1] - begin;
         const struct batch *input = &m->inputs[e];
-        if (e > 0 && begin - r->begins[e - 1] == n && !memcmp(r->tokens + begin, r->tokens + begin - n, n * sizeof(int)))
+        const int *tokens = r->tokens + begin;
+        if (e > 0 && begin - r->begins[e - 1] == n && !memcmp(tokens, tokens - n, n * sizeof *tokens))
             input = m->products[2 * e - 1].x; /* a single token goes to all its experts in the same form */
-        else if (batch_gather(&m->inputs[e], x, r->tokens + begin, n, kind) != 0)
+        else if (batch_gather(&m->inputs[e], x, tokens, n, kind) != 0)
             return -1;
         const size_t at = (size_t)begin * width;
         m->products[2 * e] = (struct product){r->experts[e]->gate, input, m->gate + at, width, NULL};

@@ -5,7 +5,8 @@
 #include "rows_f32.h"
 #include "rows_integer.h"
 
-/* Rows begin .. end-1 for all tokens, at most CHUNK_ROWS if those are several. One function for each kind: its loops are unrolled. */
+/* Rows begin .. end-1 for all tokens; at most CHUNK_ROWS rows for several tokens. One function for each kind: its loops
+ * are unrolled. */
 #if defined(__AVX512VNNI__)
 #define ROWS_SEVERAL(kind, p, begin, end) \
     if (p->x->layout == BY_DIGIT && kind == KIND_INT4) \

@@ -12,12 +12,13 @@ INLINE void add_products(__m512i *sum, __m512i w, __m512i x) {
 
 #define DIGIT_BLOCKS 16 /* of sixteen groups: terms of 16 rows that wait to be added, 16 KiB a token */
 
-/* terms[t][0] = terms of sixteen groups (of eight and zeros) of one row of int4 times each token in digits; digits, corrections and x_scales
- * of a token lie `stride` groups after those of the one before. Nibbles are unsigned, so both digits multiply without
+/* terms[t][0] = terms of sixteen groups (of eight and zeros) of one row of int4 times each token in digits; digits,
+ * corrections and x_scales of a token lie `stride` groups after those of the one before. Nibbles are unsigned, so both digits multiply without
  * unpacking to 16 bits: high (signed) as the second operand of vpdpbusd, low (unsigned) as its first.
  * A lane sums 4 * 2 * 15 * 128 * 256 < 2^22 at most before and after the shift. */
-INLINE void terms_of_digits(const uint8_t *data, const int num_groups, const int tokens, const char *digits, const int32_t *corrections,
-                            const float *x_scales, size_t stride, __m512 scales, float (*terms)[DIGIT_BLOCKS][16][16]) {
+INLINE void terms_of_digits(const uint8_t *data, const int num_groups, const int tokens, const char *digits,
+                            const int32_t *corrections, const float *x_scales, size_t stride, __m512 scales,
+                            float (*terms)[DIGIT_BLOCKS][16][16]) {
     const __m512i low_nibbles = _mm512_set1_epi8(15);
     __m512i quarter[MAX_DIGIT_TOKENS][4]; /* block b of quarter[t][i] is group 4i + b */
     memset(quarter, 0, sizeof quarter);

@@ -6,8 +6,8 @@ from glm_gpu import quant
 from glm_gpu.kernels import cpu
 from glm_gpu.kernels.matmul import ACTIVATIONS, matmul, matrix_arguments, quantize_activations
 
-COLUMNS = [1, 31, 33, 64, 127, 128, 129, 1000, 1024, 1088]
-SHAPES = [(tokens, columns) for tokens in (1, 3, 4, 13) for columns in COLUMNS] + [(16, 161), (63, 130), (70, 192)]
+COLUMNS = [1, 31, 33, 64, 127, 128, 129, 512, 1000, 1024, 1088, 1536]
+SHAPES = [(tokens, columns) for tokens in (1, 2, 3, 4, 13) for columns in COLUMNS] + [(16, 161), (63, 130), (70, 192)]
 
 
 @pytest.fixture
