@@ -4,13 +4,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from glm_gpu import machine
-from glm_gpu.checkpoint import Checkpoint
+from glm_gpu.checkpoint import FP8_SCALE_SUFFIX, Checkpoint
 from glm_gpu.config import ModelConfig
 from glm_gpu.engine import DEMO_MODEL, Engine
 from glm_gpu.errors import GlmGpuError
 from glm_gpu.kernels import cpu
 from glm_gpu.opening import EngineOptions, plan_opening
 from glm_gpu.recipe import tensor_class
+from glm_gpu.stored import PADDING_PREFIX, SCALES_SUFFIX
 from glm_gpu.tiers.live import StatusPublisher
 from glm_gpu.tiers.plan import Plan
 from glm_gpu.tiers.snapshot import snapshots
@@ -79,7 +80,7 @@ def _model(checkpoint: Checkpoint) -> ModelStatus:
     config = checkpoint.config
     formats: dict[str, set[str]] = {}
     for name in checkpoint.names:
-        if name.endswith((".qs", "_scale_inv")):
+        if name.endswith((SCALES_SUFFIX, FP8_SCALE_SUFFIX)) or name.startswith(PADDING_PREFIX):
             continue
         stored = checkpoint.stored(name)
         found = stored.format.name if stored else checkpoint.info(name).dtype

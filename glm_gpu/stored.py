@@ -16,6 +16,8 @@ from glm_gpu.quant import FORMATS, Format
 from glm_gpu.safetensors_index import TensorInfo
 from glm_gpu.tensors import expected_tensors
 
+# Tensors that only fill up to the next page, so that an expert begins there: the file format knows no gaps.
+PADDING_PREFIX = "padding."
 SCALES_SUFFIX = ".qs"
 _PACKED_FORMATS = tuple(format for format in FORMATS.values() if format.is_packed)
 # the first that fits is taken: where several do, every row has one group and they mean the same

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from glm_gpu import cli
 from glm_gpu.safetensors_write import write_safetensors
 
 SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "uint16": "BF16", "uint8": "U8", "int64": "I64"}
@@ -22,6 +23,19 @@ def oracle_dir() -> Path:
 def _own_state_folder(tmp_path_factory, monkeypatch):
     """Commands keep heat and status below the tests' folder, not the user's."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.getbasetemp() / "state"))
+
+
+@pytest.fixture
+def invoke(capsys):
+    """Runs one command of the program: invoke("run", ...) -> (exit code, stdout, stderr)."""
+
+    def call(*args) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as left:
+            cli.main([str(arg) for arg in args])
+        return left.value.code or 0, *capsys.readouterr()
+
+    return call
 
 
 @pytest.fixture

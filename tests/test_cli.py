@@ -24,19 +24,6 @@ IMPORTED_FROM = Path(glm_gpu.__file__).parent.parent
 
 
 @pytest.fixture
-def invoke(capsys):
-    """Runs one command: (exit code, stdout, stderr)."""
-
-    def call(*args):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
-            cli.main([str(arg) for arg in args])
-        return left.value.code or 0, *capsys.readouterr()
-
-    return call
-
-
-@pytest.fixture
 def model_copy(tmp_path):
     """A folder of links to the demo model's files, which a test may change."""
     folder = tmp_path / "модель 模型 é"

@@ -11,22 +11,7 @@ from pathlib import Path
 import pytest
 from small_sources import AWKWARD_CONFIG, make_awkward_source
 
-from glm_gpu import cli
-
 ROOT = Path(__file__).parent.parent
-
-
-@pytest.fixture
-def invoke(capsys):
-    """Runs one command: (exit code, stdout, stderr)."""
-
-    def call(*args):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
-            cli.main([str(arg) for arg in args])
-        return left.value.code or 0, *capsys.readouterr()
-
-    return call
 
 
 @pytest.fixture

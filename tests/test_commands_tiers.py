@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from glm_gpu import cli
 from glm_gpu.engine import Engine
 from glm_gpu.opening import EngineOptions
 from glm_gpu.options import state_folder
@@ -21,19 +20,6 @@ from glm_gpu.tiers.replay import learned
 from glm_gpu.tiers.trace import read_trace
 
 TRACES = Path(__file__).parent / "data" / "traces"
-
-
-@pytest.fixture
-def invoke(capsys):
-    """Runs one command: (exit code, stdout, stderr)."""
-
-    def call(*args):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
-            cli.main([str(arg) for arg in args])
-        return left.value.code or 0, *capsys.readouterr()
-
-    return call
 
 
 def test_plan_shows_parts_that_add_up_tiers_and_a_map(invoke, oracle_dir):

@@ -7,12 +7,11 @@ from itertools import pairwise
 import numpy as np
 
 from glm_gpu.checkpoint import FP8_SCALE_SUFFIX, Checkpoint
-from glm_gpu.convert.plan import PADDING_PREFIX
 from glm_gpu.errors import CheckpointError
 from glm_gpu.quant import dequantize
 from glm_gpu.recipe import tensor_class
 from glm_gpu.slab import ROLES, SLAB_ALIGNMENT
-from glm_gpu.stored import SCALES_SUFFIX
+from glm_gpu.stored import PADDING_PREFIX, SCALES_SUFFIX
 from glm_gpu.tensors import expected_tensors
 
 _FIRST_VALUES = 4

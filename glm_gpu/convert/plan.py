@@ -15,11 +15,9 @@ from glm_gpu.recipe import tensor_class
 from glm_gpu.safetensors_index import TensorInfo
 from glm_gpu.safetensors_write import safetensors_header, tensor_nbytes
 from glm_gpu.slab import SLAB_ALIGNMENT
-from glm_gpu.stored import SCALES_SUFFIX
+from glm_gpu.stored import PADDING_PREFIX, SCALES_SUFFIX
 from glm_gpu.tensors import expected_tensors
 
-# names of the tensors that fill up to the next page: the format knows no gaps
-PADDING_PREFIX = "padding."
 _EXPERT_CLASSES = ("expert", "mtp_expert")
 
 

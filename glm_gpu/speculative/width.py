@@ -115,8 +115,15 @@ class PassTimes:
         return self._num_passes - self._last_at.get(num_rows, -_MAX_AGE - 1)
 
     def table(self) -> dict[int, float]:
-        """Costs by number of rows, ascending, of those that there were passes of lately."""
-        return {rows: self._typical[rows] for rows in sorted(self._typical) if self.age(rows) <= _MAX_AGE}
+        """Costs by number of rows, ascending, of those that there were passes of lately.
+
+        More rows never cost less than fewer: where they seem to, the machine was busy when the fewer were timed.
+        """
+        table, floor = {}, 0.0
+        for rows in sorted(self._typical):
+            if self.age(rows) <= _MAX_AGE:
+                floor = table[rows] = max(self._typical[rows], floor)
+        return table
 
 
 def typical(costs: Sequence[float]) -> float:

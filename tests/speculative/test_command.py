@@ -4,24 +4,10 @@ import json
 
 import pytest
 
-from glm_gpu import cli
 from glm_gpu.engine import Engine
 from glm_gpu.options import Speculate
 
 MODES = Speculate.__args__[0].__args__  # what the option takes
-
-
-@pytest.fixture
-def invoke(capsys):
-    """Runs one command: (exit code, stdout, stderr)."""
-
-    def call(*args):
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as left:
-            cli.main([str(arg) for arg in args])
-        return left.value.code or 0, *capsys.readouterr()
-
-    return call
 
 
 def run(invoke, *args) -> dict:

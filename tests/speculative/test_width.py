@@ -107,6 +107,13 @@ def test_untried_widths_are_approached_step_by_step():
     assert pass_cost(times.table(), 9) is None
 
 
+def test_more_rows_never_seem_cheaper_than_fewer():
+    times = PassTimes()
+    for rows, seconds in ((1, 1.0), (2, 0.7), (4, 2.0), (8, 1.5)):
+        times.observe(rows, seconds)
+    assert list(times.table().values()) == [1.0, 1.0, 2.0, 2.0]
+
+
 def test_costs_stay_what_they_are_while_the_machine_slows_down_and_recovers():
     times, rng = PassTimes(), np.random.default_rng(2)
     costs = {1: 1.0, 2: 1.3, 4: 1.9}
