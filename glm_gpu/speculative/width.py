@@ -17,13 +17,10 @@ _PRIOR, _PRIOR_TRIALS = 0.5, 2.0
 
 # Costs kept of each number of rows, and after how many passes without a new one they are forgotten.
 _WINDOW, _MAX_AGE = 48, 512
-# A plain pass is timed at least this often, so that there is something to compare with.
-_PLAIN_EVERY = 48
+# A plain pass is timed at least this often, and tells about so many passes behind it.
+_PLAIN_EVERY, _NEAR = 32, 8
 # Fewer costs than this may be outliers: the least of them counts, so that one slow pass does not end a trial.
 _MIN_COSTS = 4
-# How far one pass moves the estimate of the machine's speed, and by how much it may differ at most. Much faster than
-# costs follow: those are what the machine's other work leaves as it is.
-_FOLLOW, _LEAP = 0.3, 3.0
 # What one more row is taken to cost before it is tried, and that no more than twice the rows tried are tried next.
 _UNTRIED_ROW = 0.05
 # A further token that comes true less often than this is not worth the time to think about it.
@@ -83,12 +80,13 @@ class Acceptance:
 class PassTimes:
     """What passes cost by their number of rows, relative to a plain one; waiting for experts is part of it.
 
-    Each time is taken as the machine's present speed, which changes with its other work, times what so many rows cost
-    on it. Every pass tells about both, so widths tried minutes apart can still be compared.
+    A pass is compared only with plain passes just before it: the machine's other work changes how long everything takes
+    from one second to the next, but hardly how many times a plain pass a wider one takes.
     """
 
     def __init__(self) -> None:
         self.plain_s: float | None = None
+        self._plain: deque[tuple[int, float]] = deque(maxlen=_NEAR)
         self._costs: dict[int, deque[float]] = {}
         self._typical: dict[int, float] = {}
         self._last_at: dict[int, int] = {}
@@ -96,18 +94,16 @@ class PassTimes:
 
     def observe(self, num_rows: int, seconds: float) -> None:
         self._num_passes += 1
-        if self.plain_s is None:
-            if num_rows > 1:
-                return
-            self.plain_s = seconds
+        if num_rows == 1:
+            self._plain.append((self._num_passes, seconds))
+        near = [s for at, s in self._plain if self._num_passes - at <= _NEAR]
+        if not near:
+            return
+        self.plain_s = statistics.fmean(near)
         if self.age(num_rows) > _MAX_AGE:
             self._costs[num_rows] = deque(maxlen=_WINDOW)
-        costs = self._costs[num_rows]
-        if num_rows == 1 or len(costs) >= _MIN_COSTS:
-            now_s = seconds / self._typical.get(num_rows, 1.0)
-            self.plain_s += _FOLLOW * (min(max(now_s, self.plain_s / _LEAP), self.plain_s * _LEAP) - self.plain_s)
-        costs.append(1.0 if num_rows == 1 else seconds / self.plain_s)
-        self._typical[num_rows] = typical(costs)
+        self._costs[num_rows].append(1.0 if num_rows == 1 else seconds / self.plain_s)
+        self._typical[num_rows] = typical(self._costs[num_rows])
         self._last_at[num_rows] = self._num_passes
 
     def age(self, num_rows: int) -> int:

@@ -128,7 +128,7 @@ def test_costs_stay_what_they_are_while_the_machine_slows_down_and_recovers():
 
 def test_a_named_drafter_always_drafts_and_off_never_does():
     run = Run(WidthPolicy(min_width=1), **DISK_BOUND).passes(300, 0.0)
-    assert np.mean(np.array(run.widths) >= 1) > 0.97
+    assert np.mean(np.array(run.widths) >= 1) > 0.96
     assert WidthPolicy(min_width=1).choose([], [], 8).width == 0
 
 
