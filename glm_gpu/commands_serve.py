@@ -85,7 +85,7 @@ def serve(
         logging.getLogger(name).setLevel(logging.INFO)
     with report.progress(f"opening {path}"):
         engine = Engine.open(path, options)
-    with engine, listening:
+    with engine, listening, publisher(engine, state):
         address, bound = listening.getsockname()[:2]
         url = f"http://{f'[{address}]' if ':' in address else address}:{bound}"
         settings = ServerSettings(
