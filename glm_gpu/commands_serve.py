@@ -61,6 +61,7 @@ def serve(
     from glm_gpu.errors import RequestError
     from glm_gpu.server import run
     from glm_gpu.server.settings import ServerSettings
+    from glm_gpu.status import publisher
     from glm_gpu.tokenizer import Tokenizer
     from glm_gpu.units import parse_bytes
 
