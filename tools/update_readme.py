@@ -14,13 +14,18 @@ from glm_gpu import cli
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN, END = "<!-- reference: written by tools/update_readme.py -->\n", "<!-- end of reference -->\n"
-COMMANDS = [command.callback.__name__ for command in cli.app.registered_commands]
+# Each command as its words: "run", or "bench io" for one of a group.
+COMMANDS = [command.callback.__name__ for command in cli.app.registered_commands] + [
+    f"{group.name} {command.callback.__name__}"
+    for group in cli.app.registered_groups
+    for command in group.typer_instance.registered_commands
+]
 
 
 def reference() -> str:
     """The help of the program and of each command, as Markdown."""
     parts = [f"```\n{_help()}\n```\n"]
-    parts += [f"### glm-gpu {command}\n\n```\n{_help(command)}\n```\n" for command in COMMANDS]
+    parts += [f"### glm-gpu {command}\n\n```\n{_help(*command.split())}\n```\n" for command in COMMANDS]
     return "\n".join(parts)
 
 
