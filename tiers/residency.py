@@ -70,11 +70,14 @@ class Residency:
         self._pool_of = {layer: pool for pool in self.pools for layer in pool.layers}
         self._lock_bytes = lock_bytes
         self._on_promoted = on_promoted
-        self._reader = ReadPool(num_read_threads, self._read, self._finish)
+        self._reader: ReadPool | None = ReadPool(num_read_threads, self._read, self._finish)
 
     def close(self) -> None:
-        """Wait for the reads under way and drop the others."""
-        self._reader.close()
+        """Wait for the reads under way and drop the others. Harmless when repeated."""
+        if self._reader is not None:
+            self._reader.close()
+        # Callbacks tie threads, slots and store into a ring that would keep the slots until the next collection.
+        self._reader = self._on_promoted = None
 
     def pool(self, layer: int) -> SlotPool:
         """The slots that a layer's experts go to."""

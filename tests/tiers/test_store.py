@@ -3,6 +3,7 @@
 import errno
 import os
 import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -12,6 +13,8 @@ from glm_gpu.engine import Engine
 from glm_gpu.errors import CheckpointError
 from glm_gpu.machine import anon_rss_bytes
 from glm_gpu.model.transformer import Transformer
+from glm_gpu.tiers.heat import Heat
+from glm_gpu.tiers.store import TieredStore
 
 
 @pytest.fixture(scope="session")
@@ -199,6 +202,18 @@ def test_shrinking_gives_slots_back_and_the_store_goes_on(open_store):
     assert sum(tier.num_experts for tier in store.report() if tier.name != "disk") <= 54
     store.shrink(1 << 40)
     assert len(_lease(store, 3, list(range(8)))) == 8
+
+
+def test_a_closed_store_frees_its_slots_at_once(open_files):
+    files = open_files()
+    layout, heat = files.layout(1), Heat(files.layers[-1] + 1, files.num_experts)
+    store = TieredStore(files, {layout.aligned_nbytes: 320}, heat)
+    _lease(store, 1, list(range(64)))
+    slots = weakref.ref(store._residency.pools[0])
+    store.close()
+    store.close()
+    del store
+    assert slots() is None
 
 
 def test_memory_above_the_budget_is_given_back_at_step_borders(open_store):
