@@ -8,7 +8,9 @@ just before and just after. One JSON line at the end.
 """
 
 import argparse
+import cProfile
 import json
+import pstats
 import statistics
 import time
 from pathlib import Path
@@ -53,6 +55,18 @@ def times_of_decoding(engine: Engine, rng: np.random.Generator) -> list[float]:
     return times[4:]
 
 
+def python_share(engine: Engine, rng: np.random.Generator) -> float:
+    """Share of a step that is not spent in the C kernels; what profiling adds to every Python call counts as well."""
+    cache, profile = engine.model.new_cache(16, is_bf16=True), cProfile.Profile()
+    for token in rng.integers(0, engine.config.vocab_size, 8):
+        profile.enable()
+        engine.model.forward(Batch.of([([int(token)], cache)], "decode"))
+        profile.disable()
+    stats = pstats.Stats(profile)
+    kernels = sum(row[2] for (_, _, name), row in stats.stats.items() if "glm_gpu.kernels._cpu" in name)
+    return 1 - kernels / stats.total_tt
+
+
 def seconds_of_prefill(engine: Engine, rng: np.random.Generator) -> float:
     ids = rng.integers(0, engine.config.vocab_size, PROMPT).tolist()
     cache = engine.model.new_cache(PROMPT, is_bf16=True)
@@ -79,6 +93,7 @@ def main() -> None:
         wait_until_resident(engine)
         rates, shares, prefills = [], [], []
         touched = bytes_per_token(engine)
+        outside_kernels = python_share(engine, rng)
         for _ in range(args.rounds):
             before = read_bytes_s(1 << 30)
             step_s = statistics.median(times_of_decoding(engine, rng))
@@ -90,10 +105,10 @@ def main() -> None:
         "bench": "decode", "cpu": cpu_name(), "kernels": cpu.implementation(), "threads": cpu.get_threads(),
         "bytes_per_token": touched, "decode_tok_s": statistics.median(rates), "decode_spread": [min(rates), max(rates)],
         "share_of_bandwidth": statistics.median(shares), "prefill_tok_s": statistics.median(prefills),
-        "prefill_over_decode": statistics.median(prefills) / statistics.median(rates),
+        "python_share": outside_kernels, "prefill_over_decode": statistics.median(prefills) / statistics.median(rates),
     }  # fmt: skip
     print(f"{row['decode_tok_s']:.2f} tok/s decode, {row['share_of_bandwidth']:.0%} of memory bandwidth; ", end="")
-    print(f"{row['prefill_tok_s']:.1f} tok/s prefill of {PROMPT} tokens")
+    print(f"{row['prefill_tok_s']:.1f} tok/s prefill of {PROMPT} tokens; {outside_kernels:.1%} of a step is Python")
     print(json.dumps(row))
 
 

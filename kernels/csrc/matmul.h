@@ -56,8 +56,9 @@ static void product_task(void *arg, int chunk) {
 static void run_products(const struct product *products, int num_products) {
     if (num_products == 0) return;
     const int rows = products[0].w.rows;
-    const bool has_many = (size_t)rows * num_products >= (size_t)8 * LONG_CHUNK_ROWS * pool_threads();
-    const int chunk_rows = products[0].x->tokens == 1 && has_many ? LONG_CHUNK_ROWS : CHUNK_ROWS;
+    bool may_be_long = (size_t)rows * num_products >= (size_t)8 * LONG_CHUNK_ROWS * pool_threads();
+    for (int i = 0; i < num_products; i++) may_be_long &= products[i].x->tokens == 1;
+    const int chunk_rows = may_be_long ? LONG_CHUNK_ROWS : CHUNK_ROWS;
     struct product_job job = {products, chunk_rows, (rows + chunk_rows - 1) / chunk_rows};
     pool_run(product_task, &job, num_products * job.chunks_each);
 }

@@ -113,3 +113,19 @@ def test_bad_arguments_raise():
         expert_ffn(x, [slabs[0], slabs[1].astype(np.float32)], layout, choice, weights)
     with pytest.raises(ValueError, match="expected slabs"):
         expert_ffn(x, [], layout, choice, weights)
+
+
+def test_experts_of_one_and_of_many_tokens_share_a_pass():
+    """Chunks are longer for single tokens, but not when any expert of the pass has several."""
+    rng, layout = np.random.default_rng(5), SlabLayout(quant.FORMATS["int4_g64"], 160, 72)
+    slabs = [rng.integers(0, 256, layout.nbytes, np.uint8) for _ in range(24)]
+    for slab in slabs:
+        for matrix in layout.views(slab):
+            matrix.scales[:] = rng.uniform(0.01, 0.02, matrix.scales.shape)
+    choice = np.concatenate([np.arange(4)[None], np.array([rng.permutation(23)[:4] + 1 for _ in range(40)])])
+    x = rng.standard_normal((len(choice), 160)).astype(np.float32)
+    weights = rng.random(choice.shape).astype(np.float32)
+    with cpu.use("numpy"):
+        expected = expert_ffn(x, slabs, layout, choice.astype(np.int32), weights)
+    for _ in range(5):
+        np.testing.assert_array_equal(expert_ffn(x, slabs, layout, choice.astype(np.int32), weights), expected)

@@ -7,12 +7,16 @@ import weakref
 
 import numpy as np
 import pytest
+from small_models import decode, open_model, prefill
 
 from glm_gpu.batch import Batch
+from glm_gpu.checkpoint import Checkpoint
 from glm_gpu.engine import Engine
 from glm_gpu.errors import CheckpointError
 from glm_gpu.machine import anon_rss_bytes
 from glm_gpu.model.transformer import Transformer
+from glm_gpu.recipe import Recipe
+from glm_gpu.tiers.files import ExpertFiles
 from glm_gpu.tiers.heat import Heat
 from glm_gpu.tiers.store import TieredStore
 
@@ -57,6 +61,23 @@ def test_tokens_do_not_depend_on_the_budget(demo, open_store, open_files, num_sl
             num_slots, open_files(mode=mode), prefetch=prefetch, num_read_threads=threads, num_pinned=num_slots // 2
         )
         assert _tokens(demo, store, prompt, 12) == expected, (num_slots, prefetch, mode, threads)
+
+
+@pytest.mark.parametrize("num_slots", [1, 2, 3, 5, 8, 13, 24, 40, 64])
+def test_tokens_of_an_oracle_do_not_depend_on_the_budget(oracle_dir, num_slots):
+    """Its experts are quantized whenever they are read, and lie in pieces."""
+    resident = open_model(oracle_dir / "tiny_glm", Recipe.default())
+    files = ExpertFiles(Checkpoint.open(oracle_dir / "tiny_glm"), Recipe.default(), resident.config.sparse_layers)
+    size = files.layout(files.layers[0]).aligned_nbytes
+    prompt, tokens = list(range(20, 44)), []
+    for prefetch, num_threads in (("on", 1), ("off", 8)):
+        heat = Heat(files.layers[-1] + 2, files.num_experts)
+        with TieredStore(files, {size: num_slots}, heat, prefetch=prefetch, num_read_threads=num_threads) as store:
+            model = Transformer(resident.config, resident.weights, store, resident.numerics)
+            output, cache, _ = prefill(model, prompt)
+            tokens.append(decode(model, cache, output.logits[-1], 12)[0])
+    output, cache, _ = prefill(resident, prompt)
+    assert tokens == [decode(resident, cache, output.logits[-1], 12)[0]] * 2
 
 
 def test_a_lease_gets_the_bytes_of_its_experts_in_one_slot(open_store, open_files):
