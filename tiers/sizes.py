@@ -14,6 +14,8 @@ from glm_gpu.tiers.expert import expert_layout
 _DECODE_BYTES = {"F8_E4M3": 16, "BF16": 7, "F16": 7, "F32": 5, None: 9}
 # While it is quantized: the values, and copies of at most 2^19 of them at a time; bf16 is made at once.
 _QUANTIZE_BLOCK, _QUANTIZE_BYTES, _BF16_BYTES = 1 << 19, 10, 15
+# While scales are searched: the matrix rounded to nearest, and on NumPy errors in f64 of so many weights at a time.
+_NEAREST_BYTES, _SEARCH_BLOCK, _SEARCH_BYTES = 2, 1 << 17, 56
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,8 @@ def _decode_bytes(checkpoint: Checkpoint, name: str, num_weights: int, format: F
         return decoding - num_weights * 4
     if format.name == "bf16":
         return max(decoding, num_weights * _BF16_BYTES) - num_weights * 2
-    return max(decoding, num_weights * 4 + min(num_weights, _QUANTIZE_BLOCK) * _QUANTIZE_BYTES)
+    blocks = max(min(num_weights, _QUANTIZE_BLOCK) * _QUANTIZE_BYTES, min(num_weights, _SEARCH_BLOCK) * _SEARCH_BYTES)
+    return max(decoding, num_weights * (4 + _NEAREST_BYTES) + blocks)
 
 
 def _read_bytes(checkpoint: Checkpoint, layer: int, layout: SlabLayout) -> int:

@@ -188,17 +188,18 @@ def test_an_abandoned_lease_lets_go(open_store):
 def test_opening_reads_the_hottest_experts_and_pins_them(open_store):
     store = open_store(20, num_pinned=8)
     for _ in range(50):
-        store.heat.count(1, np.array([[10, 11, 12, 13]]), "decode")
-        store.heat.count(4, np.array([[20, 21, 22, 23]]), "decode")
+        store.count(1, np.array([[10, 11, 12, 13]]), "decode")
+        store.count(4, np.array([[20, 21, 22, 23]]), "decode")
     for _ in range(64):
         store.begin_pass("decode")
     while store.tier_map()[1][[10, 11, 12, 13]].min() < 2 or store.tier_map()[4][[20, 21, 22, 23]].min() < 2:
-        threading.Event().wait(0.01)
+        store.begin_pass("decode")
+        threading.Event().wait(0.001)
     tiers = {tier.name: tier for tier in store.report()}
     assert tiers["locked"].num_experts == 8 and tiers["locked"].heat_share == 1.0
     assert tiers["locked"].num_experts + tiers["ram"].num_experts <= 20
     for _ in range(500):  # hotter than the pinned ones, before anything is reviewed
-        store.heat.count(2, np.arange(64)[None], "decode")
+        store.count(2, np.arange(64)[None], "decode")
     _lease(store, 2, list(range(64)))
     assert store.tier_map()[1][[10, 11, 12, 13]].min() == 2
 
