@@ -3,6 +3,7 @@
 import json
 import logging
 import socket
+import time
 
 import httpx
 import pytest
@@ -92,6 +93,10 @@ def test_the_log_has_sizes_and_times_and_nothing_that_anyone_wrote(locked, post,
     with caplog.at_level(logging.INFO, logger="glm_gpu.access"):
         post({"x-api-key": "schlüssel".encode()})
         post({}, "/nowhere/with/a/secret")
+        for _ in range(500):  # an entry is written just after the answer has gone
+            if len(caplog.records) >= 2:
+                break
+            time.sleep(0.01)
     entries = [json.loads(record.getMessage()) for record in caplog.records]
     assert entries[0]["path"] == "/v1/chat/completions" and entries[0]["status"] == 200
     assert entries[0]["completion_tokens"] <= 2 and entries[0]["prompt_tokens"] > 5 and entries[0]["finish"]
