@@ -1,7 +1,6 @@
 """Slots: fixed places for slabs of one size, in one arena, and who is in which."""
 
 import ctypes
-import enum
 import mmap
 import os
 from collections.abc import Sequence
@@ -14,8 +13,11 @@ import numpy as np
 HUGE_PAGE_BYTES = 2 << 20
 
 
-class SlotState(enum.IntEnum):
-    """EMPTY: nothing of use. IN_FLIGHT: being filled. READY: holds its expert. RETIRED: given back to the system."""
+class SlotState:
+    """EMPTY: nothing of use. IN_FLIGHT: being filled. READY: holds its expert. RETIRED: given back to the system.
+
+    Plain numbers: an enum's members cost a function call each, and leases look at them for every expert.
+    """
 
     EMPTY = 0
     IN_FLIGHT = 1
