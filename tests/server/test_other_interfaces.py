@@ -14,7 +14,7 @@ CALL = "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</arg_value
 
 
 @pytest.fixture
-def messages_client(served):
+def client(served):
     with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0, timeout=20) as client:
         yield client
 
@@ -44,11 +44,11 @@ def blocks(message):
         ("never mind", {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "get_weather"}}, None),
     ],
 )
-def test_a_streamed_message_is_the_plain_one(served, messages_client, fields, says, more, reason):
+def test_a_streamed_message_is_the_plain_one(served, client, fields, says, more, reason):
     served.says = says
     fields |= more
-    plain = messages_client.messages.create(**fields)
-    with messages_client.messages.stream(**fields) as stream:
+    plain = client.messages.create(**fields)
+    with client.messages.stream(**fields) as stream:
         streamed = stream.get_final_message()
     assert blocks(streamed) == blocks(plain)
     assert (streamed.stop_reason, streamed.stop_sequence) == (plain.stop_reason, plain.stop_sequence)
@@ -56,11 +56,9 @@ def test_a_streamed_message_is_the_plain_one(served, messages_client, fields, sa
     assert plain.usage.output_tokens == streamed.usage.output_tokens > 0
 
 
-def test_a_message_holds_thinking_text_and_calls_in_blocks(served, messages_client, fields):
+def test_a_message_holds_thinking_text_and_calls_in_blocks(served, client, fields):
     served.says = f"hm</think>I look.{CALL}"
-    message = messages_client.messages.create(
-        **fields, tools=[TOOL], thinking={"type": "enabled", "budget_tokens": 1024}
-    )
+    message = client.messages.create(**fields, tools=[TOOL], thinking={"type": "enabled", "budget_tokens": 1024})
     assert [block.type for block in message.content] == ["thinking", "text", "tool_use"]
     assert message.content[2].input == {"city": "Paris"} and message.stop_reason == "tool_use"
     result = [
@@ -68,20 +66,20 @@ def test_a_message_holds_thinking_text_and_calls_in_blocks(served, messages_clie
     ]
     fields["messages"] += [{"role": "assistant", "content": message.content}, {"role": "user", "content": result}]
     served.says = "It is sunny."
-    message = messages_client.messages.create(**fields, tools=[TOOL], system=[{"type": "text", "text": "Be brief."}])
+    message = client.messages.create(**fields, tools=[TOOL], system=[{"type": "text", "text": "Be brief."}])
     assert message.content[0].text == "It is sunny."
     prompt = served.engine.tokenizer.decode(served._prompts[-1], special=True)
     assert "Be brief." in prompt and "<tool_response>\nsun\n</tool_response>" in prompt
-    count = messages_client.messages.count_tokens(model="demo", messages=fields["messages"][:1])
+    count = client.messages.count_tokens(model="demo", messages=fields["messages"][:1])
     assert count.input_tokens > 5
 
 
-def test_errors_have_anthropic_s_shape(messages_client, fields):
+def test_errors_have_anthropic_s_shape(client, fields):
     image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
     with pytest.raises(anthropic.BadRequestError, match="image"):
-        messages_client.messages.create(**fields | {"messages": [{"role": "user", "content": [image]}]})
+        client.messages.create(**fields | {"messages": [{"role": "user", "content": [image]}]})
     with pytest.raises(anthropic.NotFoundError) as caught:
-        messages_client.messages.create(**fields | {"model": "messages_client"})
+        client.messages.create(**fields | {"model": "client"})
     assert caught.value.body["error"]["type"] == "not_found_error"
 
 
