@@ -1,0 +1,180 @@
+"""Feed-forward networks on a device: all chosen experts of a layer by address, and the dense or shared one.
+
+A layer's experts are named by a table of addresses: [E] i64, where the slab of expert e begins (in this device's
+memory, or in pinned host memory that it can read), or 0. Tiles of an expert whose address is 0 are left out, so a pass
+may compute what is resident first and the rest, with another table, when it has arrived; `combine` comes last.
+"""
+
+from glm_gpu.kernels.gpu.arrays import Array, DeviceMatrix, Kernel, Launcher
+from glm_gpu.kernels.gpu.norm import power_of_two
+from glm_gpu.kernels.gpu.product import BLOCK_M, product_constants, tiles, words
+from glm_gpu.slab import SlabLayout
+
+_PLAN_SMALL = Kernel("plan", "plan_small_kernel")
+_RANK = Kernel("plan", "rank_kernel")
+_PLACE = Kernel("plan", "place_kernel")
+_GATHER = Kernel("plan", "gather_kernel")
+_HIDDEN = Kernel("experts", "expert_hidden_kernel", num_stages=4)
+_OUTPUT = Kernel("experts", "expert_output_kernel", num_stages=4)
+_MLP_HIDDEN = Kernel("experts", "mlp_hidden_kernel", num_stages=4)
+_COMBINE = Kernel("experts", "combine_kernel")
+
+# Up to so many (token, choice) pairs one small kernel makes the whole plan.
+_SMALL_PLAN = 128
+_BLOCK_PAIRS = 128
+
+
+def max_tiles(num_rows: int, experts_per_tok: int, num_experts: int) -> int:
+    """Upper bound of the tiles that a pass needs: each holds up to 16 rows of one expert."""
+    pairs = num_rows * experts_per_tok
+    # U experts with p pairs need at most U + (p - U) / 16 tiles
+    distinct = min(pairs, num_experts)
+    return distinct + (pairs - distinct) // BLOCK_M
+
+
+def plan_tiles(launcher: Launcher, ids: Array, num_experts: int, scratch: Array, tile_experts: Array, pairs: Array):
+    """Sort (token, choice) pairs by expert into tiles of 16, pairs of one expert in ascending order.
+
+    Args:
+        ids: [T, K] i32, each in [0, E).
+        num_experts: E.
+        scratch: [2, T * K] i32, a workspace.
+        tile_experts: [max_tiles(T, K, E)] i32, the tile's expert, or -1 for a tile that is not needed.
+        pairs: [max_tiles(T, K, E), 16] i32, token * K + choice, or -1 where a tile is not full.
+    """
+    num_rows, experts_per_tok = ids.shape
+    num_pairs = num_rows * experts_per_tok
+    num_tiles = max_tiles(num_rows, experts_per_tok, num_experts)
+    assert tile_experts.shape == (num_tiles,) and pairs.shape == (num_tiles, BLOCK_M), (pairs.shape, num_tiles)
+    assert scratch.shape == (2, num_pairs), (scratch.shape, num_pairs)
+    outputs = {"tile_experts_ptr": tile_experts, "pairs_ptr": pairs, "num_pairs": num_pairs}
+    if num_pairs <= _SMALL_PLAN:
+        constants = {"BLOCK": power_of_two(num_pairs), "BLOCK_M": BLOCK_M}
+        launcher.launch(_PLAN_SMALL, (num_tiles,), {"ids_ptr": ids} | outputs, constants)
+        return
+    constants = {"BLOCK": _BLOCK_PAIRS, "BLOCK_M": BLOCK_M}
+    blocks = tiles(num_pairs, _BLOCK_PAIRS)
+    inputs = {"ids_ptr": ids, "scratch_ptr": scratch}
+    launcher.launch(_RANK, (blocks,), inputs | {"num_pairs": num_pairs}, constants)
+    launcher.launch(_PLACE, (blocks,), inputs | {"num_pairs": num_pairs}, constants)
+    launcher.launch(_GATHER, (num_tiles,), inputs | outputs, constants)
+
+
+def expert_hidden(
+    launcher: Launcher,
+    x: Array,
+    experts_per_tok: int,
+    table: Array,
+    layout: SlabLayout,
+    tile_experts: Array,
+    pairs: Array,
+    hidden: Array,
+) -> None:
+    """silu(gate x) * up x of every pair whose expert has an address.
+
+    Args:
+        x: [T, D] 16-bit, quarter-split.
+        experts_per_tok: K; pair p is of token p // K.
+        table: [E] i64, addresses of slabs.
+        layout: where a slab's matrices lie.
+        tile_experts, pairs: from plan_tiles.
+        hidden: [T * K, F] 16-bit, quarter-split; rows of pairs left out keep what they hold.
+    """
+    assert x.shape[1] == layout.hidden and hidden.shape[1] == layout.width, (x.shape, hidden.shape, layout)
+    arguments = {
+        "x_ptr": x,
+        "table_ptr": table,
+        "tile_experts_ptr": tile_experts,
+        "pairs_ptr": pairs,
+        "hidden_ptr": hidden,
+    }
+    constants = product_constants(layout.format, layout.shape("gate")) | _slab_constants(layout, ("gate", "up"))
+    constants |= {"N": layout.width, "EXPERTS_PER_TOK": experts_per_tok}
+    grid = tiles(layout.width, constants["BLOCK_N"]), tile_experts.shape[0]
+    launcher.launch(_HIDDEN, grid, arguments, constants)
+
+
+def expert_output(
+    launcher: Launcher,
+    hidden: Array,
+    table: Array,
+    layout: SlabLayout,
+    tile_experts: Array,
+    pairs: Array,
+    outputs: Array,
+) -> None:
+    """down hidden of every pair whose expert has an address, not yet weighted.
+
+    Args:
+        hidden: [T * K, F] 16-bit, quarter-split.
+        table, layout, tile_experts, pairs: as in expert_hidden.
+        outputs: [T * K, D] f32; rows of pairs left out keep what they hold.
+    """
+    assert hidden.shape[1] == layout.width and outputs.shape == (hidden.shape[0], layout.hidden), (hidden.shape, layout)
+    arguments = {
+        "hidden_ptr": hidden,
+        "table_ptr": table,
+        "tile_experts_ptr": tile_experts,
+        "pairs_ptr": pairs,
+        "outputs_ptr": outputs,
+    }
+    constants = product_constants(layout.format, layout.shape("down")) | _slab_constants(layout, ("down",))
+    constants |= {"N": layout.hidden}
+    grid = tiles(layout.hidden, constants["BLOCK_N"]), tile_experts.shape[0]
+    launcher.launch(_OUTPUT, grid, arguments, constants)
+
+
+def _slab_constants(layout: SlabLayout, roles: tuple[str, ...]) -> dict:
+    """Byte offsets of matrices in a slab, and what they promise: a slab begins at a multiple of 16 bytes at least."""
+    parts = {role.upper(): layout.parts[role][0] for role in roles}
+    if layout.format.is_packed:
+        parts |= {f"{role.upper()}_SCALES": layout.parts[f"{role}.qs"][0] for role in roles}
+    else:
+        parts |= {f"{role.upper()}_SCALES": 0 for role in roles}
+    scale_bytes = layout.scale_dtype.itemsize
+    assert all(offset % scale_bytes == 0 for offset in parts.values()), f"scales of {layout} lie between items"
+    return parts | {
+        "ALIGNMENT": min((offset & -offset for offset in parts.values() if offset), default=16) if parts else 16,
+        "SCALE": "f16" if scale_bytes == 2 else "f32",
+    }
+
+
+def mlp_hidden(launcher: Launcher, x: Array, gate: DeviceMatrix, up: DeviceMatrix, hidden: Array) -> None:
+    """silu(gate x) * up x of a dense MLP or the shared expert; `project` with its down matrix is the rest.
+
+    Args:
+        x: [T, D] 16-bit, quarter-split.
+        gate, up: [F, D], the same format.
+        hidden: [T, F] 16-bit, quarter-split.
+    """
+    num_rows = x.shape[0]
+    assert gate.shape == up.shape and gate.format == up.format, (gate, up)
+    assert x.shape[1] == gate.shape[1] and hidden.shape == (num_rows, gate.shape[0]), (x.shape, hidden.shape)
+    arguments = {
+        "x_ptr": x,
+        "gate_ptr": words(gate),
+        "gate_scales_ptr": gate.scales,
+        "up_ptr": words(up),
+        "up_scales_ptr": up.scales,
+        "hidden_ptr": hidden,
+        "num_rows": num_rows,
+    }
+    constants = product_constants(gate.format, gate.shape) | {"N": gate.shape[0]}
+    launcher.launch(_MLP_HIDDEN, (tiles(gate.shape[0], constants["BLOCK_N"]), tiles(num_rows)), arguments, constants)
+
+
+def combine(launcher: Launcher, outputs: Array, weights: Array, add: Array, out: Array) -> None:
+    """add + (((w0 * e0) + w1 * e1) + ...), choices in order: the residual stream after the experts.
+
+    Args:
+        outputs: [T * K, D] f32, from expert_output.
+        weights: [T, K] f32.
+        add: [T, D] f32; may be `out` itself.
+        out: [T, D] f32.
+    """
+    num_rows, experts_per_tok = weights.shape
+    width = out.shape[1]
+    assert outputs.shape == (num_rows * experts_per_tok, width) and out.shape == add.shape, (outputs.shape, out.shape)
+    arguments = {"outputs_ptr": outputs, "weights_ptr": weights, "add_ptr": add, "out_ptr": out}
+    constants = {"WIDTH": width, "EXPERTS_PER_TOK": experts_per_tok, "BLOCK": 512}
+    launcher.launch(_COMBINE, (num_rows, tiles(width, 512)), arguments, constants)

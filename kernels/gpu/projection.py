@@ -1,0 +1,118 @@
+"""Products of activations with weights in their stored form."""
+
+from glm_gpu.kernels.gpu.arrays import Array, DeviceMatrix, Kernel, Launcher
+from glm_gpu.kernels.gpu.product import BLOCK_M, product_constants, tiles, words
+
+_PROJECT = Kernel("projection", "project_kernel", num_stages=4)
+_ABSORB = Kernel("projection", "absorb_kernel")
+_EMBED = Kernel("projection", "embed_kernel")
+
+
+def project(
+    launcher: Launcher, x: Array, w: DeviceMatrix, out: Array, add: Array | None = None, is_split: bool = False
+) -> None:
+    """x @ w.T, plus `add` if there is one: every projection, and the head.
+
+    Specification: glm_gpu.kernels.matmul.matmul with activations "f32", on x as rounded to 16 bits.
+
+    Args:
+        x: [T, I] 16-bit, quarter-split.
+        w: [O, I], packed or bf16.
+        out: [T, O] f32 or 16-bit.
+        add: [T, O] f32, added last; may be `out` itself (the residual stream).
+        is_split: `out` is 16-bit and written quarter-split; O is a multiple of 4.
+    """
+    num_rows, width = x.shape
+    num_outputs = w.shape[0]
+    assert width == w.shape[1] and out.shape == (num_rows, num_outputs), (x.shape, w.shape, out.shape)
+    assert add is None or (add.shape == out.shape and add.dtype == "f32"), add
+    _project(launcher, x, w, out, add, is_split, num_rows, 1, 0, num_outputs)
+
+
+def expand_value(launcher: Launcher, o: Array, kv_b: DeviceMatrix, nope_dim: int, out: Array) -> None:
+    """Attended latents as value vectors: head h's latent times the value rows of that head.
+
+    Specification: glm_gpu.kernels.absorb.expand_value with activations "f32".
+
+    Args:
+        o: [T, H, R] 16-bit, quarter-split within each head.
+        kv_b: [H * (N + A), R].
+        nope_dim: N.
+        out: [T, H * A] 16-bit, quarter-split over all heads together.
+    """
+    num_rows, num_heads, rank = o.shape
+    assert kv_b.shape[1] == rank and kv_b.shape[0] % num_heads == 0, (o.shape, kv_b.shape)
+    value_dim = kv_b.shape[0] // num_heads - nope_dim
+    assert out.shape == (num_rows, num_heads * value_dim), (out.shape, num_heads, value_dim)
+    _project(launcher, o, kv_b, out, None, True, num_rows, num_heads, nope_dim, value_dim)
+
+
+def _project(launcher, x, w, out, add, is_split, num_rows, num_batches, first_row, num_outputs):
+    assert not is_split or (num_batches * num_outputs) % 4 == 0, (num_batches, num_outputs)
+    arguments = {
+        "x_ptr": x,
+        "w_ptr": words(w),
+        "s_ptr": w.scales,
+        "add_ptr": add,
+        "out_ptr": out,
+        "num_rows": num_rows,
+    }
+    constants = product_constants(w.format, (num_outputs, w.shape[1])) | {
+        "N": num_outputs,
+        "NUM_BATCHES": num_batches,
+        "FIRST_ROW": first_row,
+        "ROWS_PER_BATCH": w.shape[0] // num_batches,
+        "HAS_ADD": add is not None,
+        "IS_SPLIT": is_split,
+    }
+    grid = tiles(num_outputs, constants["BLOCK_N"]), tiles(num_rows), num_batches
+    launcher.launch(_PROJECT, grid, arguments, constants)
+
+
+def absorb_query(launcher: Launcher, q: Array, kv_b: DeviceMatrix, nope_dim: int, value_dim: int, out: Array) -> None:
+    """Queries in latent space: the sum over d of q[t, h, d] * key row d of head h.
+
+    Specification: glm_gpu.kernels.absorb.absorb_query.
+
+    Args:
+        q: [T, H, X] f32; the first N columns are used.
+        kv_b: [H * (N + A), R].
+        nope_dim, value_dim: N and A.
+        out: [T, H, Y] 16-bit, plain; only the first R columns are written.
+    """
+    num_rows, num_heads, q_width = q.shape
+    num_weights, rank = kv_b.shape
+    assert num_weights == num_heads * (nope_dim + value_dim), (q.shape, kv_b.shape)
+    assert q_width >= nope_dim and out.shape[:2] == q.shape[:2] and out.shape[2] >= rank, (q.shape, out.shape)
+    arguments = {"q_ptr": q, "w_ptr": words(kv_b), "s_ptr": kv_b.scales, "out_ptr": out, "num_rows": num_rows}
+    constants = {
+        "BITS": kv_b.format.bits,
+        "GROUP": kv_b.format.group or 0,
+        "RANK": rank,
+        "NUM_HEADS": num_heads,
+        "NOPE": nope_dim,
+        "ROWS_PER_HEAD": nope_dim + value_dim,
+        "Q_WIDTH": q_width,
+        "OUT_WIDTH": out.shape[2],
+        "BLOCK_M": BLOCK_M,
+        "BLOCK_D": 32,
+    }
+    launcher.launch(_ABSORB, (tiles(rank, 64), tiles(num_rows), num_heads), arguments, constants)
+
+
+def embed(launcher: Launcher, token_ids: Array, table: DeviceMatrix, out: Array) -> None:
+    """The tokens' embeddings: row token_ids[t] of the table, dequantized.
+
+    Specification: glm_gpu.quant.dequantize.
+
+    Args:
+        token_ids: [T] i32, each in [0, V).
+        table: [V, D], packed or bf16.
+        out: [T, D] f32.
+    """
+    (num_rows,) = token_ids.shape
+    width = table.shape[1]
+    assert out.shape == (num_rows, width), (out.shape, table.shape)
+    arguments = {"ids_ptr": token_ids, "w_ptr": words(table), "s_ptr": table.scales, "out_ptr": out}
+    constants = {"BITS": table.format.bits, "GROUP": table.format.group or 0, "WIDTH": width, "BLOCK": 256}
+    launcher.launch(_EMBED, (num_rows, tiles(width, 4 * 256)), arguments, constants)

@@ -1,0 +1,1 @@
+"""A device made of this process's memory, on which the kernels' Triton source runs as NumPy."""
