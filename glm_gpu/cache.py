@@ -50,12 +50,12 @@ class KVCache:
         """Store rows [start, start + T) of a stream; leaves `length` as it is.
 
         Args:
-            values: [T, width] f32, rounded to nearest even where the cache is bfloat16.
+            values: [T, width] f32, rounded to nearest even where the cache is bfloat16; or as the cache keeps them.
         """
         stop = start + len(values)
-        assert stop <= self.max_length
         rows = self._streams[layer][stream]
-        rows[start:stop] = f32_to_bf16(values) if self.layout.is_bf16 else values
+        assert stop <= self.max_length and values.dtype in (rows.dtype, np.float32)
+        rows[start:stop] = values if values.dtype == rows.dtype else f32_to_bf16(values)
 
     def read(self, layer: int, stream: str, stop: int) -> np.ndarray:
         """Rows [0, stop) of a stream, [stop, width] f32 or uint16; a view, never copies."""

@@ -52,8 +52,7 @@ def latent_attention(
     kv = matmul(h, weights.kv_a, activations)
     latent = rms_norm(kv[:, :rank], weights.kv_a_norm, LATENT_NORM_EPS)
     new_rows = np.concatenate([latent, rope_interleaved(kv[:, rank:], cos, sin)], axis=1)  # [T, R + P]
-    for span in batch.spans:
-        span.cache.write(layer, "latent", span.cache.length, new_rows[span.rows])
+    batch.write(layer, "latent", new_rows)
 
     if selections is None:
         assert weights.indexer is not None
@@ -127,9 +126,8 @@ def head_attention(
         query, key, value = (np.clip(a, -config.clip_qkv, config.clip_qkv) for a in (query, key, value))
     query = rope_half(query.reshape(len(h), num_heads, width), *rope)
     key = rope_half(key.reshape(len(h), num_kv_heads, width), *rope)
-    for span in batch.spans:
-        span.cache.write(layer, "key", span.cache.length, key[span.rows].reshape(-1, num_kv_heads * width))
-        span.cache.write(layer, "value", span.cache.length, value[span.rows])
+    batch.write(layer, "key", key.reshape(len(h), -1))
+    batch.write(layer, "value", value)
 
     heads = np.empty((len(h), num_heads, width), np.float32)
     for span, selection in zip(batch.spans, dense_selections(batch), strict=True):

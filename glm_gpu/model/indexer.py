@@ -64,8 +64,7 @@ def select(
     keys = matmul(h, weights.key, numerics.activations)
     keys = layer_norm(keys, weights.key_norm, weights.key_norm_bias, INDEX_NORM_EPS)  # [T, M]
     keys = np.concatenate([rotate(keys[:, :rope_width], cos, sin), keys[:, rope_width:]], axis=1)
-    for span in batch.spans:
-        span.cache.write(layer, "index_key", span.cache.length, keys[span.rows])
+    batch.write(layer, "index_key", keys)
 
     longest = max(span.cached_stop for span in batch.spans)
     if longest <= config.index_topk and not numerics.always_index:

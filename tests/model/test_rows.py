@@ -35,13 +35,15 @@ def test_a_prompt_s_rows_do_not_depend_on_how_it_is_cut(open_oracle, reference, 
         assert np.array_equal(np.concatenate(rows), whole.logits)
 
 
+@pytest.mark.parametrize("is_bf16", [False, True], ids=["f32 cache", "bf16 cache"])
 @pytest.mark.parametrize("recipe", ["f32", "int4_g64"])
-def test_sequences_in_one_pass_do_not_see_each_other(open_oracle, reference, recipe):
-    model = open_oracle("tiny_glm", RECIPES[recipe])
-    ids = reference("tiny_glm/reference.npz")["input_ids"].tolist()
+@pytest.mark.parametrize("folder", ["tiny_glm", "tiny_olmoe"])
+def test_sequences_in_one_pass_do_not_see_each_other(open_oracle, reference, folder, recipe, is_bf16):
+    model = open_oracle(folder, RECIPES[recipe])
+    ids = reference(f"{folder}/reference.npz")["input_ids"].tolist()
     prompts = [ids[:30], ids[7:9], ids[20:61]]
-    alone = [prefill(model, prompt)[0].logits for prompt in prompts]
-    caches = [model.new_cache(64, is_bf16=False) for _ in prompts]
+    alone = [prefill(model, prompt, is_bf16)[0].logits for prompt in prompts]
+    caches = [model.new_cache(64, is_bf16) for _ in prompts]
     first = Batch.of([(p[:-1], c) for p, c in zip(prompts, caches, strict=True)], "prefill", no_logits=True)
     assert model.forward(first).logits.shape == (0, model.config.vocab_size)
     last = model.forward(Batch.of([(p[-1:], c) for p, c in zip(prompts, caches, strict=True)], "decode"))
