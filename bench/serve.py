@@ -35,7 +35,7 @@ from glm_gpu.pages import PagePool
 from glm_gpu.sampling import SamplingParams
 from glm_gpu.scheduler import Scheduler
 
-WORDS = "And it came to pass in those days that the king went up unto the mountain and said let there be light".split()
+TEXT = "And it came to pass in those days that the king went up unto the mountain and said let there be light"
 MAX_STALL, MIN_GAIN = 5.0, 2.5
 # Prompts of so many tokens are computed beside an answer, one after the other.
 STALL_PROMPT, STALL_REPEATS = 2000, 3
@@ -94,7 +94,7 @@ class Client:
 
 def body(rng: random.Random, max_prompt: int) -> dict:
     """A request with a prompt of one of four lengths, and an answer of one of three."""
-    words = [rng.choice(WORDS) for _ in range(rng.choice([3, 10, 40, max_prompt]))]
+    words = [rng.choice(TEXT.split()) for _ in range(rng.choice([3, 10, 40, max_prompt]))]
     num_tokens = rng.choice([4, 16, 48])
     return {"prompt": " ".join(words), "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
 
