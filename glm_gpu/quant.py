@@ -20,6 +20,7 @@ _BLOCK_WEIGHTS = 1 << 19
 _MIN_SCALE = np.float32(1e-8)
 # 1e-8 is zero in f16; its smallest positive value is the floor there
 _MIN_SCALE_F16 = np.float16(2.0**-24)
+_ONE, _SIXTEEN, _JUST_BELOW_HALF = np.uint32(1), np.uint32(16), np.uint32(0x7FFF)
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,11 @@ class QuantizedMatrix:
         """Bytes of data and scales."""
         return self.data.nbytes + (0 if self.scales is None else self.scales.nbytes)
 
+    @cached_property
+    def arguments(self) -> tuple:
+        """As C functions take a matrix: bits, group (0 for none), data, scales."""
+        return self.format.bits, self.format.group or 0, self.data, self.scales
+
     def rows(self, start: int, stop: int) -> "QuantizedMatrix":
         """Rows start..stop-1 as a view; never copies."""
         data = self.data[start:stop]
@@ -202,12 +208,17 @@ def dequantize(matrix: QuantizedMatrix) -> np.ndarray:
 
 def f32_to_bf16(values: np.ndarray) -> np.ndarray:
     """Bit patterns of the nearest bf16 values, ties to even: uint16, same shape. NaN stays NaN."""
-    bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
-    rounded = bits + (((bits >> np.uint32(16)) & np.uint32(1)) + np.uint32(0x7FFF))
-    result = (rounded >> np.uint32(16)).astype(np.uint16)
-    is_nan = (bits & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
+    values = np.ascontiguousarray(values, np.float32)
+    bits = values.view(np.uint32)
+    rounded = bits >> _SIXTEEN
+    rounded &= _ONE  # to even: what lies half way goes up where the last bit kept is odd
+    rounded += _JUST_BELOW_HALF
+    rounded += bits
+    rounded >>= _SIXTEEN
+    result = rounded.astype(np.uint16)
+    is_nan = np.isnan(values)
     if is_nan.any():  # the rounding above could carry a NaN into infinity
-        result[is_nan] = (bits[is_nan] >> np.uint32(16)).astype(np.uint16) | np.uint16(0x40)
+        result[is_nan] = (bits[is_nan] >> _SIXTEEN).astype(np.uint16) | np.uint16(0x40)
     return result
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from glm_gpu.kernels import cpu
 from glm_gpu.kernels.lanes import widen
-from glm_gpu.kernels.matmul import ACTIVATIONS, matmul, matrix_arguments
+from glm_gpu.kernels.matmul import ACTIVATIONS, matmul
 from glm_gpu.quant import QuantizedMatrix, unpack
 
 
@@ -30,7 +30,7 @@ def absorb_query(q: np.ndarray, kv_b: QuantizedMatrix, value_dim: int) -> np.nda
     assert q.dtype == np.float32 and kv_b.shape[0] == num_heads * (nope_dim + value_dim), (q.shape, kv_b.shape)
     if cpu.active:
         out = np.empty((num_rows, num_heads, width), np.float32)
-        cpu.active.absorb_query(np.ascontiguousarray(q), *matrix_arguments(kv_b), value_dim, out)
+        cpu.active.absorb_query(np.ascontiguousarray(q), *kv_b.arguments, value_dim, out)
         return out
     if kv_b.format.is_packed:
         weights = unpack(kv_b).astype(np.float32)
@@ -65,7 +65,7 @@ def expand_value(o: np.ndarray, kv_b: QuantizedMatrix, nope_dim: int, activation
     assert o.dtype == np.float32 and rows_per_head >= nope_dim, (o.dtype, rows_per_head, nope_dim)
     out = np.empty((num_rows, num_heads, rows_per_head - nope_dim), np.float32)
     if cpu.active:
-        arguments = *matrix_arguments(kv_b), nope_dim, ACTIVATIONS.index(activations), out
+        arguments = *kv_b.arguments, nope_dim, ACTIVATIONS.index(activations), out
         cpu.active.expand_value(np.ascontiguousarray(o), *arguments)
         return out
     for head in range(num_heads):

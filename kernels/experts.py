@@ -6,7 +6,7 @@ import numpy as np
 
 from glm_gpu.kernels import cpu
 from glm_gpu.kernels.activation import silu_mul
-from glm_gpu.kernels.matmul import ACTIVATIONS, matmul, matrix_arguments
+from glm_gpu.kernels.matmul import ACTIVATIONS, matmul
 from glm_gpu.quant import QuantizedMatrix
 from glm_gpu.slab import SlabLayout
 
@@ -27,7 +27,7 @@ def mlp(
     """
     if cpu.active and gate.format.bits == up.format.bits == down.format.bits:
         out = np.empty_like(x, order="C")
-        matrices = *matrix_arguments(gate), *matrix_arguments(up), *matrix_arguments(down)
+        matrices = *gate.arguments, *up.arguments, *down.arguments
         cpu.active.mlp(np.ascontiguousarray(x), *matrices, ACTIVATIONS.index(activations), out)
         return out
     hidden = silu_mul(matmul(x, gate, activations), matmul(x, up, activations))

@@ -41,7 +41,7 @@ def matmul(x: np.ndarray, w: QuantizedMatrix, activations: str = "int16") -> np.
     assert activations in ACTIVATIONS, activations
     if cpu.active:
         out = np.empty((x.shape[0], w.shape[0]), np.float32)
-        cpu.active.matmul(np.ascontiguousarray(x), *matrix_arguments(w), ACTIVATIONS.index(activations), out)
+        cpu.active.matmul(np.ascontiguousarray(x), *w.arguments, ACTIVATIONS.index(activations), out)
         return out
     if not w.format.is_packed:
         return dot_rows(x, widen(w.data))
@@ -77,11 +77,6 @@ def quantize_activations(x: np.ndarray, activations: str) -> tuple[np.ndarray, n
     with np.errstate(invalid="ignore"):  # NaN and infinite groups are zeroed right after
         integers = np.where(usable[..., None], np.rint(padded * factor[..., None]), np.float32(0))
     return integers.astype(activations), amax / limit
-
-
-def matrix_arguments(w: QuantizedMatrix) -> tuple:
-    """A weight as the C functions take it: bits, group (0 for none), data, scales."""
-    return w.format.bits, w.format.group or 0, w.data, w.scales
 
 
 def _matmul_integer(x, w, activations):

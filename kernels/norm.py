@@ -45,7 +45,9 @@ def layer_norm(x, weight, bias, eps):
 
 
 def _on_cpu(x, weight, bias, eps):
-    out = np.empty(x.shape, dtype=np.float32)
-    width = x.shape[-1]
-    cpu.active.norm(np.ascontiguousarray(x).reshape(-1, width), weight, bias, eps, out.reshape(-1, width))
-    return out
+    rows = np.ascontiguousarray(x)
+    if x.ndim != 2:
+        rows = rows.reshape(-1, x.shape[-1])
+    out = np.empty(rows.shape, np.float32)
+    cpu.active.norm(rows, weight, bias, eps, out)
+    return out if x.ndim == 2 else out.reshape(x.shape)

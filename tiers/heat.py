@@ -63,22 +63,24 @@ class Heat:
         """
         start, num_tokens = int(self.clock[layer]), len(ids)
         ids = ids.astype(np.intp)  # NumPy indexes twice as fast with its own integers
+        weights_of_one = []
         for signal, half_life in enumerate(self.half_lives):
             if (start + num_tokens - self._epoch[signal, layer]) / half_life > _MAX_GROWTH:
                 self._move_epoch(signal, layer, start)
             newest = (start + num_tokens - float(self._epoch[signal, layer])) / half_life
             assert newest < 2 * _MAX_GROWTH - 32, (num_tokens, half_life)
-            if num_tokens == 1:  # decoding: one weight for all, and no expert twice
-                weight = 2.0**newest
-                np.add.at(self._weighted[signal, layer], ids[0], weight)
-                self._weighted_tokens[signal, layer] += weight
+            if num_tokens == 1:
+                weights_of_one.append(2.0**newest)
                 continue
             weights = 2.0 ** (newest - np.arange(num_tokens - 1, -1, -1) / half_life)
             self._weighted[signal, layer] += np.bincount(ids.ravel(), np.repeat(weights, ids.shape[1]), self.shape[1])
             self._weighted_tokens[signal, layer] += weights.sum()
-        if num_tokens == 1:
-            np.add.at(self.uses[phase][layer], ids[0], 1)
-            self.last_use[layer][ids[0]] = start
+        if num_tokens == 1:  # decoding: one weight for all, and no expert twice
+            weights = np.array(weights_of_one)
+            self._weighted[:, layer, ids[0]] += weights[:, None]
+            self._weighted_tokens[:, layer] += weights
+            self.uses[phase][layer, ids[0]] += 1
+            self.last_use[layer, ids[0]] = start
         else:
             self.uses[phase][layer] += np.bincount(ids.ravel(), minlength=self.shape[1])
             np.maximum.at(self.last_use[layer], ids, np.arange(start, start + num_tokens)[:, None])

@@ -25,9 +25,12 @@ class PoolLease:
         self._pending: dict[int, int] = {}  # expert -> its place in ids, in the order asked
         counters = residency.counters.phases[phase]
         with residency.changed:
-            slots = self._pool.find(layer, ids).tolist()
+            slots = self._pool.find(layer, ids)
+            if not residency.unused_prefetches and (self._pool.state_of(slots) == SlotState.READY).all():
+                self._hold_all(slots, counters)
+                return
             self._resident = []
-            for member, (expert, slot) in enumerate(zip(ids.tolist(), slots, strict=True)):
+            for member, (expert, slot) in enumerate(zip(ids.tolist(), slots.tolist(), strict=True)):
                 self._classify(expert, slot, counters)
                 if slot >= 0 and self._pool.state[slot] == SlotState.READY:
                     self._resident.append(member)
@@ -40,8 +43,8 @@ class PoolLease:
     def parts(self) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
         """Groups of experts that can be computed now; waits when there are none. See `Lease`."""
         slabs = self._pool.slabs
-        if self._resident:
-            yield np.array(self._resident), [slabs[slot] for slot in self._held]
+        if len(self._resident):
+            yield np.asarray(self._resident), [slabs[slot] for slot in self._held]
         while self._pending:
             with self._residency.changed:
                 self._drop()
@@ -97,11 +100,20 @@ class PoolLease:
         else:
             counters.ram += 1
 
+    def _hold_all(self, slots: np.ndarray, counters: PhaseCounters) -> None:
+        """The common case, every expert there and none just prefetched, without a look at each."""
+        self._resident = np.arange(len(slots))
+        self._pool.leases[slots] += 1
+        self._held = slots.tolist()
+        num_locked = int(self._pool.pinned[slots].sum())
+        counters.locked += num_locked
+        counters.ram += len(slots) - num_locked
+
     def _hold(self, slot: int) -> None:
         self._pool.leases[slot] += 1
         self._held.append(slot)
 
     def _drop(self) -> None:
-        for slot in self._held:
-            self._pool.leases[slot] -= 1
-        self._held.clear()
+        if self._held:
+            self._pool.leases[self._held] -= 1  # distinct experts, distinct slots
+            self._held.clear()

@@ -10,7 +10,7 @@ import numpy as np
 from glm_gpu.tiers.counters import Counters
 from glm_gpu.tiers.files import ExpertFiles
 from glm_gpu.tiers.heat import Heat
-from glm_gpu.tiers.policy import layer_worth, worth
+from glm_gpu.tiers.policy import worth
 from glm_gpu.tiers.reader import ReadJob, ReadPool, Urgency
 from glm_gpu.tiers.slots import SlotPool, SlotState
 
@@ -66,7 +66,8 @@ class Residency:
         self.pass_number = 0
         self._max_in_flight = 2 * num_read_threads
         self._files, self._heat = files, heat
-        self._worth = worth(heat)
+        self._worth = worth(heat)  # [L, E], up to date but for the stale layers
+        self._stale: set[int] = set()
         self._pool_of = {layer: pool for pool in self.pools for layer in pool.layers}
         self._lock_bytes = lock_bytes
         self._on_promoted = on_promoted
@@ -89,8 +90,8 @@ class Residency:
         return len(self.jobs) < self._max_in_flight
 
     def heed(self, layer: int) -> None:
-        """Take in what the heat has counted in a layer."""
-        self._worth[layer] = layer_worth(self._heat, layer)
+        """The heat has counted in a layer; what that changes is worked out when a slot has to be emptied."""
+        self._stale.add(layer)
 
     def request(self, layer: int, expert: int, urgency: Urgency) -> bool:
         """Have an expert read that has no slot; False when no slot may be had for it."""
@@ -150,6 +151,10 @@ class Residency:
         evictable = pool.evictable()
         if not len(evictable):
             return None
+        if self._stale:
+            layers = np.array(sorted(self._stale))
+            self._worth[layers] = worth(self._heat, layers)
+            self._stale.clear()
         values = self._worth[pool.layer[evictable], pool.expert[evictable]]
         coldest = int(np.argmin(values))
         if candidate is not None and self._worth[candidate] <= values[coldest] * HYSTERESIS:

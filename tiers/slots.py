@@ -87,6 +87,10 @@ class SlotPool:
         """The slots of experts, READY or IN_FLIGHT; -1 where they have none. [n] int32."""
         return self._slot_of[layer][ids]
 
+    def state_of(self, slots: np.ndarray) -> np.ndarray:
+        """The states of slots as `find` gives them, EMPTY for -1: [n] uint8."""
+        return np.where(slots >= 0, self.state[slots], SlotState.EMPTY)
+
     def place(self, slot: int, layer: int, expert: int) -> None:
         """Give an EMPTY slot, just taken, to an expert that is about to be read."""
         assert self.state[slot] == SlotState.EMPTY and self._slot_of[layer][expert] < 0

@@ -63,11 +63,12 @@ def latent_attention(
         heads = _attend_expanded(q_nope, q_rope, weights.kv_b, config, batch, layer, selections, scale, activations)
     else:
         queries = np.concatenate([absorb_query(q_nope, weights.kv_b, value), q_rope], axis=2)  # [T, H, R + P]
-        mixed = np.empty((len(h), num_heads, rank), np.float32)
+        mixed = []  # one a span, [its rows, H, R] each
         for span, selection in zip(batch.spans, selections, strict=True):
             cached = span.cache.read(layer, "latent", span.cached_stop)
-            mixed[span.rows] = attend_latent(queries[span.rows], cached, rank, selection.rows, selection.counts, scale)
-        heads = expand_value(mixed, weights.kv_b, nope, activations)  # [T, H, A]
+            mixed.append(attend_latent(queries[span.rows], cached, rank, selection.rows, selection.counts, scale))
+        heads = mixed[0] if len(mixed) == 1 else np.concatenate(mixed)
+        heads = expand_value(heads, weights.kv_b, nope, activations)  # [T, H, A]
     return matmul(heads.reshape(len(h), -1), weights.output, activations), selections
 
 

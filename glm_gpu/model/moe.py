@@ -57,8 +57,11 @@ def moe(
         probe("router_ids", layer, ids)
         probe("router_weights", layer, expert_weights)
     store.count(layer, ids, phase)
-    distinct, choice = np.unique(ids, return_inverse=True)
-    choice = choice.reshape(ids.shape).astype(np.int32)
+    if len(ids) == 1:
+        distinct, choice = ids[0], np.arange(ids.size, dtype=np.int32)[None]  # a row's experts are distinct
+    else:
+        distinct, choice = np.unique(ids, return_inverse=True)
+        choice = choice.reshape(ids.shape).astype(np.int32)
     with store.lease(layer, distinct, phase) as lease:
         shared = weights.shared
         if shared is not None:

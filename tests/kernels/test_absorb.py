@@ -5,7 +5,7 @@ from product_weights import IMPLEMENTATIONS, random_activations, random_matrix
 from glm_gpu import quant
 from glm_gpu.kernels import cpu
 from glm_gpu.kernels.absorb import absorb_query, expand_value
-from glm_gpu.kernels.matmul import ACTIVATIONS, matrix_arguments
+from glm_gpu.kernels.matmul import ACTIVATIONS
 
 HEADS, NOPE, VALUE = 3, 5, 7
 SIZES = [(tokens, columns) for tokens in (1, 3, 4, 7) for columns in (1, 33, 64, 130, 512)] + [(17, 320)]
@@ -23,7 +23,7 @@ def test_absorbed_queries_have_the_bits_of_the_specification(compiled, format_na
             expected = absorb_query(q, kv_b, VALUE)
         out = np.full((tokens, HEADS, columns), np.nan, np.float32)
         with cpu.use(compiled):
-            cpu.active.absorb_query(q, *matrix_arguments(kv_b), VALUE, out)
+            cpu.active.absorb_query(q, *kv_b.arguments, VALUE, out)
         np.testing.assert_array_equal(out, expected, err_msg=f"{tokens} tokens, {columns} columns")
 
 
@@ -39,7 +39,7 @@ def test_expanded_values_have_the_bits_of_the_specification(compiled, format_nam
             expected = expand_value(o, kv_b, NOPE, activations)
         out = np.full((tokens, HEADS, VALUE), np.nan, np.float32)
         with cpu.use(compiled):
-            arguments = *matrix_arguments(kv_b), NOPE, ACTIVATIONS.index(activations), out
+            arguments = *kv_b.arguments, NOPE, ACTIVATIONS.index(activations), out
             cpu.active.expand_value(o, *arguments)
         np.testing.assert_array_equal(out, expected, err_msg=f"{tokens} tokens, {columns} columns")
 
@@ -70,11 +70,11 @@ def test_bad_arguments_raise():
     o, values = np.zeros((2, HEADS, 64), np.float32), np.zeros((2, HEADS, VALUE), np.float32)
     for value_dim in (-1, VALUE - 1, VALUE + 1, 1 << 40):
         with pytest.raises((ValueError, OverflowError)):
-            cpu.active.absorb_query(q, *matrix_arguments(kv_b), value_dim, out)
+            cpu.active.absorb_query(q, *kv_b.arguments, value_dim, out)
     for nope_dim in (-1, NOPE - 1, NOPE + 1):
         with pytest.raises(ValueError):
-            cpu.active.expand_value(o, *matrix_arguments(kv_b), nope_dim, 0, values)
+            cpu.active.expand_value(o, *kv_b.arguments, nope_dim, 0, values)
     with pytest.raises(ValueError):
-        cpu.active.absorb_query(q, *matrix_arguments(kv_b), VALUE, out[:, :, :63].copy())
+        cpu.active.absorb_query(q, *kv_b.arguments, VALUE, out[:, :, :63].copy())
     with pytest.raises(ValueError):
-        cpu.active.expand_value(o[:, :2].copy(), *matrix_arguments(kv_b), NOPE, 0, values)
+        cpu.active.expand_value(o[:, :2].copy(), *kv_b.arguments, NOPE, 0, values)

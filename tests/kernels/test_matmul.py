@@ -4,7 +4,7 @@ from product_weights import IMPLEMENTATIONS, PACKED, random_activations, random_
 
 from glm_gpu import quant
 from glm_gpu.kernels import cpu
-from glm_gpu.kernels.matmul import ACTIVATIONS, matmul, matrix_arguments, quantize_activations
+from glm_gpu.kernels.matmul import ACTIVATIONS, matmul, quantize_activations
 
 COLUMNS = [1, 31, 33, 64, 127, 128, 129, 512, 1000, 1024, 1088, 1536]
 SHAPES = [(tokens, columns) for tokens in (1, 2, 3, 4, 13) for columns in COLUMNS] + [(16, 161), (63, 130), (70, 192)]
@@ -30,7 +30,7 @@ def test_every_implementation_gives_the_bits_of_the_specification(compiled, form
             expected = matmul(x, w, activations)
         out = np.full((tokens, 51), np.nan, np.float32)
         with cpu.use(compiled):
-            cpu.active.matmul(x, *matrix_arguments(w), ACTIVATIONS.index(activations), out)
+            cpu.active.matmul(x, *w.arguments, ACTIVATIONS.index(activations), out)
         np.testing.assert_array_equal(out, expected, err_msg=f"{tokens} tokens, {columns} columns")
 
 
@@ -107,7 +107,7 @@ def test_no_tokens_give_no_rows(name):
 def test_bad_arguments_raise():
     w = random_matrix(np.random.default_rng(14), "int4_g64", 3, 128)
     x, out = np.zeros((2, 128), np.float32), np.zeros((2, 3), np.float32)
-    bits, group, data, scales = matrix_arguments(w)
+    bits, group, data, scales = w.arguments
     call = cpu.active.matmul
     call(x, bits, group, data, scales, 0, out)
     wrong = [
