@@ -62,30 +62,45 @@ class Heat:
             ids: [T, K] int, each row the experts of one token, distinct, in the order of the tokens.
         """
         start, num_tokens = int(self.clock[layer]), len(ids)
+        if num_tokens == 1:
+            self.count_token(np.array([layer]), ids, phase)
+            return
         ids = ids.astype(np.intp)  # NumPy indexes twice as fast with its own integers
-        weights_of_one = []
         for signal, half_life in enumerate(self.half_lives):
             if (start + num_tokens - self._epoch[signal, layer]) / half_life > _MAX_GROWTH:
                 self._move_epoch(signal, layer, start)
             newest = (start + num_tokens - float(self._epoch[signal, layer])) / half_life
             assert newest < 2 * _MAX_GROWTH - 32, (num_tokens, half_life)
-            if num_tokens == 1:
-                weights_of_one.append(2.0**newest)
-                continue
             weights = 2.0 ** (newest - np.arange(num_tokens - 1, -1, -1) / half_life)
             self._weighted[signal, layer] += np.bincount(ids.ravel(), np.repeat(weights, ids.shape[1]), self.shape[1])
             self._weighted_tokens[signal, layer] += weights.sum()
-        if num_tokens == 1:  # decoding: one weight for all, and no expert twice
-            weights = np.array(weights_of_one)
-            self._weighted[:, layer, ids[0]] += weights[:, None]
-            self._weighted_tokens[:, layer] += weights
-            self.uses[phase][layer, ids[0]] += 1
-            self.last_use[layer, ids[0]] = start
-        else:
-            self.uses[phase][layer] += np.bincount(ids.ravel(), minlength=self.shape[1])
-            np.maximum.at(self.last_use[layer], ids, np.arange(start, start + num_tokens)[:, None])
+        self.uses[phase][layer] += np.bincount(ids.ravel(), minlength=self.shape[1])
+        np.maximum.at(self.last_use[layer], ids, np.arange(start, start + num_tokens)[:, None])
         self.tokens[phase][layer] += num_tokens
         self.clock[layer] += num_tokens
+
+    def count_token(self, layers: np.ndarray, ids: np.ndarray, phase: Phase) -> None:
+        """Record one token's choices in several layers at once, which costs little more than one layer.
+
+        Args:
+            layers: [n] int, distinct.
+            ids: [n, K] int, each row distinct.
+        """
+        start = self.clock[layers]
+        half_lives = np.array(self.half_lives)[:, None]
+        newest = (start + 1 - self._epoch[:, layers]) / half_lives  # [2, n]
+        if newest.max() > _MAX_GROWTH:
+            for signal, place in np.argwhere(newest > _MAX_GROWTH):
+                self._move_epoch(signal, layers[place], int(start[place]))
+            newest = (start + 1 - self._epoch[:, layers]) / half_lives
+        weights = np.exp2(newest)
+        experts = layers[:, None], ids
+        self._weighted[:, *experts] += weights[..., None]
+        self._weighted_tokens[:, layers] += weights
+        self.uses[phase][experts] += 1
+        self.last_use[experts] = start[:, None]
+        self.tokens[phase][layers] += 1
+        self.clock[layers] += 1
 
     def decayed(self, layer: int) -> np.ndarray:
         """[E] f64: each expert's uses, one that lies n tokens back counting 2^(-n / slow half-life)."""

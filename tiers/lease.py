@@ -22,11 +22,12 @@ class PoolLease:
     def __init__(self, residency: Residency, layer: int, ids: np.ndarray, phase: Phase) -> None:
         self._residency, self._pool, self._layer = residency, residency.pool(layer), layer
         self._held: list[int] = []
+        self._held_at_once: np.ndarray | None = None  # the same slots, when all were there
         self._pending: dict[int, int] = {}  # expert -> its place in ids, in the order asked
         counters = residency.counters.phases[phase]
         with residency.changed:
             slots = self._pool.find(layer, ids)
-            if not residency.unused_prefetches and (self._pool.state_of(slots) == SlotState.READY).all():
+            if not residency.unused_prefetches and self._pool.are_ready(slots):
                 self._hold_all(slots, counters)
                 return
             self._resident = []
@@ -104,6 +105,7 @@ class PoolLease:
         """The common case, every expert there and none just prefetched, without a look at each."""
         self._resident = np.arange(len(slots))
         self._pool.leases[slots] += 1
+        self._held_at_once = slots
         self._held = slots.tolist()
         num_locked = int(self._pool.pinned[slots].sum())
         counters.locked += num_locked
@@ -114,6 +116,10 @@ class PoolLease:
         self._held.append(slot)
 
     def _drop(self) -> None:
-        if self._held:
-            self._pool.leases[self._held] -= 1  # distinct experts, distinct slots
-            self._held.clear()
+        if self._held_at_once is not None:
+            self._pool.leases[self._held_at_once] -= 1
+            self._held_at_once = None
+        else:
+            for slot in self._held:
+                self._pool.leases[slot] -= 1
+        self._held.clear()

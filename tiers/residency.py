@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from glm_gpu.batch import Phase
 from glm_gpu.tiers.counters import Counters
 from glm_gpu.tiers.files import ExpertFiles
 from glm_gpu.tiers.heat import Heat
@@ -68,6 +69,8 @@ class Residency:
         self._files, self._heat = files, heat
         self._worth = worth(heat)  # [L, E], up to date but for the stale layers
         self._stale: set[int] = set()
+        self._uncounted: dict[int, np.ndarray] = {}  # a token's choices by layer, counted together
+        self._uncounted_phase: Phase = "decode"
         self._pool_of = {layer: pool for pool in self.pools for layer in pool.layers}
         self._lock_bytes = lock_bytes
         self._on_promoted = on_promoted
@@ -89,9 +92,26 @@ class Residency:
         """Whether another read may be queued. More at once would only empty slots before their time."""
         return len(self.jobs) < self._max_in_flight
 
-    def heed(self, layer: int) -> None:
-        """The heat has counted in a layer; what that changes is worked out when a slot has to be emptied."""
-        self._stale.add(layer)
+    def count(self, layer: int, choices: np.ndarray, phase: Phase) -> None:
+        """Record what a pass's rows chose in a layer, [T, K], at the latest when `settle` is called.
+
+        What it changes in the experts' worth is worked out when a slot has to be emptied.
+        """
+        if layer in self._uncounted or phase != self._uncounted_phase:
+            self.settle()
+        if len(choices) == 1:
+            self._uncounted[layer], self._uncounted_phase = choices[0], phase
+        else:
+            self._heat.count(layer, choices, phase)
+            self._stale.add(layer)
+
+    def settle(self) -> None:
+        """Bring the heat up to date with what was counted."""
+        if self._uncounted:
+            layers, choices = np.array(list(self._uncounted)), np.stack(list(self._uncounted.values()))
+            self._heat.count_token(layers, choices, self._uncounted_phase)
+            self._stale.update(self._uncounted)
+            self._uncounted.clear()
 
     def request(self, layer: int, expert: int, urgency: Urgency) -> bool:
         """Have an expert read that has no slot; False when no slot may be had for it."""
@@ -151,6 +171,7 @@ class Residency:
         evictable = pool.evictable()
         if not len(evictable):
             return None
+        self.settle()
         if self._stale:
             layers = np.array(sorted(self._stale))
             self._worth[layers] = worth(self._heat, layers)

@@ -87,9 +87,9 @@ class SlotPool:
         """The slots of experts, READY or IN_FLIGHT; -1 where they have none. [n] int32."""
         return self._slot_of[layer][ids]
 
-    def state_of(self, slots: np.ndarray) -> np.ndarray:
-        """The states of slots as `find` gives them, EMPTY for -1: [n] uint8."""
-        return np.where(slots >= 0, self.state[slots], SlotState.EMPTY)
+    def are_ready(self, slots: np.ndarray) -> bool:
+        """Whether every expert of which `find` told the slot can be used."""
+        return bool(slots.min() >= 0 and (self.state[slots] == SlotState.READY).all())
 
     def place(self, slot: int, layer: int, expert: int) -> None:
         """Give an EMPTY slot, just taken, to an expert that is about to be read."""

@@ -95,7 +95,7 @@ class TieredStore:
         excess_bytes: Callable[[], int] = lambda: 0,
         trace: TraceWriter | None = None,
     ) -> None:
-        self.files, self.heat = files, heat
+        self.files, self._heat = files, heat
         self.switch = PrefetchSwitch(prefetch)
         self._promotions = Promotions(promote_bytes_s)
         self._residency = Residency(files, heat, num_slots, num_read_threads, lock_bytes, self._promotion_ended)
@@ -121,13 +121,19 @@ class TieredStore:
         if self._trace is not None:
             self._trace.close()
 
+    @property
+    def heat(self) -> Heat:
+        """What placement goes by, every choice so far counted."""
+        with self._residency.changed:
+            self._residency.settle()
+            return self._heat
+
     def layout(self, layer: int) -> SlabLayout:
         return self.files.layout(layer)
 
     def count(self, layer: int, choices: np.ndarray, phase: Phase) -> None:
-        self.heat.count(layer, choices, phase)
         with self._residency.changed:
-            self._residency.heed(layer)
+            self._residency.count(layer, choices, phase)
         if self._trace is not None:
             self._trace.record(layer, choices, phase)
         guess = self._guesses.pop(layer, None)
@@ -190,7 +196,8 @@ class TieredStore:
     def report(self) -> list[TierReport]:
         """The tiers as they stand: locked RAM (hot experts that stay), RAM, and disk (everything else)."""
         places = self.tier_map()
-        uses = {layer: sum(self.heat.uses[phase][layer] for phase in self.heat.uses) for layer in places}
+        uses_by_phase = self.heat.uses.values()
+        uses = {layer: sum(uses[layer] for uses in uses_by_phase) for layer in places}
         all_uses = max(1, sum(int(layer_uses.sum()) for layer_uses in uses.values()))
         pools, phases = self._residency.pools, self.counters.phases
         pinned_slots = sum(int(pool.pinned.sum()) * pool.slot_nbytes for pool in pools)

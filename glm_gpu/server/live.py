@@ -90,7 +90,8 @@ class Live:
         """
         store = self._engine.store
         places = store.tier_map()
-        uses = {layer: sum(store.heat.uses[phase][layer] for phase in store.heat.uses) for layer in places}
+        uses_by_phase = store.heat.uses.values()
+        uses = {layer: sum(uses[layer] for uses in uses_by_phase) for layer in places}
         greatest = max((int(layer_uses.max()) for layer_uses in uses.values()), default=0)
         return {
             "names": list(TIERS),

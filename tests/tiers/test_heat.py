@@ -68,3 +68,17 @@ def test_last_use_is_the_last_token_that_chose_an_expert():
     heat.count(0, np.array([[1, 2], [2, 3], [1, 4]]), "prefill")
     heat.count(0, np.array([[4, 5]]), "decode")
     assert heat.last_use[0].tolist() == [-1, 2, 1, 1, 3, 3, -1, -1]
+
+
+def test_a_token_of_several_layers_counts_as_layer_by_layer():
+    rng = np.random.default_rng(3)
+    together, apart = (Heat(4, NUM_EXPERTS, (3.0, 1.0)) for _ in range(2))
+    for heat in (together, apart):
+        heat.count(2, np.tile(np.arange(3), (600, 1)), "prefill")  # its clock runs ahead, past the growth limit
+    for _ in range(600):
+        layers, ids = np.array([3, 1, 2]), routing(rng, 3)
+        together.count_token(layers, ids, "decode")
+        for layer, chosen in zip(layers.tolist(), ids, strict=True):
+            apart.count(layer, chosen[None], "decode")
+    for name, counted in together.arrays().items():
+        np.testing.assert_allclose(counted, apart.arrays()[name], rtol=1e-12, err_msg=name)

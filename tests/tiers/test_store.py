@@ -135,6 +135,16 @@ def test_hits_are_experts_that_were_there_before_the_pass(open_store):
     assert counts.uses == 6
 
 
+def test_heat_holds_every_choice_at_once(open_store):
+    store = open_store(64)
+    choices = [(1, [[3, 5]], "decode"), (2, [[4, 6]], "decode"), (1, [[3, 7]], "decode"), (2, [[1, 2]], "prefill")]
+    for layer, ids, phase in choices:
+        store.count(layer, np.array(ids), phase)
+    assert store.heat.uses["decode"][1, [3, 5, 7]].tolist() == [2, 1, 1]
+    assert store.heat.uses["decode"][2].sum() == 2 and store.heat.uses["prefill"][2, [1, 2]].tolist() == [1, 1]
+    assert store.heat.clock[1:3].tolist() == [2, 2]
+
+
 def test_a_failed_read_ends_the_lease_and_leaves_the_store_whole(open_store, open_files):
     failing = set()
 
