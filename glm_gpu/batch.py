@@ -7,7 +7,6 @@ from typing import Literal
 import numpy as np
 
 from glm_gpu.cache import KVCache
-from glm_gpu.quant import f32_to_bf16
 
 Phase = Literal["prefill", "decode"]
 
@@ -73,17 +72,6 @@ class Batch:
             np.array(wanted, np.int32),
             phase,
         )
-
-    def write(self, layer: int, stream: str, values: np.ndarray) -> None:
-        """Store one stream's rows of this pass in the caches of their sequences.
-
-        Args:
-            values: [T, width] f32, rounded once for all sequences: NumPy's cost is by the call, not by the value.
-        """
-        if all(span.cache.layout.is_bf16 for span in self.spans):
-            values = f32_to_bf16(values)
-        for span in self.spans:
-            span.cache.write(layer, stream, span.cache.length, values[span.rows])
 
     def commit(self) -> None:
         """Count the pass's rows as cached, once every layer has written them."""

@@ -1,4 +1,4 @@
-"""Putting weights into packed formats, to nearest or with searched scales; decoding FP8. A call runs on one thread."""
+"""Putting numbers into packed formats, to nearest or with searched scales, and bf16; decoding FP8. On one thread."""
 
 from collections.abc import Callable
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from glm_gpu.fp8 import E4M3, dequantize_fp8, scale_grid
 from glm_gpu.kernels import cpu
-from glm_gpu.quant import Format, QuantizedMatrix, pack
+from glm_gpu.quant import Format, QuantizedMatrix, f32_to_bf16, pack
 from glm_gpu.quant import quantize as quantize_on_numpy
 from glm_gpu.recipe import Rounding
 
@@ -126,6 +126,15 @@ def group_errors(weight: np.ndarray, format: Format, scales: np.ndarray) -> np.n
             sums[:, :, 0] += errors[:, :, -1]
         errors = sums
     return errors[:, :, 0]
+
+
+def round_bf16(values: np.ndarray) -> np.ndarray:
+    """Bit patterns of the nearest bf16 values, [T, W] uint16 from f32; the specification is `quant.f32_to_bf16`."""
+    if not cpu.active:
+        return f32_to_bf16(values)
+    out = np.empty(values.shape, np.uint16)
+    cpu.active.round_bf16(np.ascontiguousarray(values), out)
+    return out
 
 
 def decode_fp8(

@@ -71,10 +71,12 @@ def rope_half(x, cos, sin):
 
 
 def _on_cpu(x, cos, sin, is_interleaved):
-    out = np.empty(x.shape, dtype=np.float32)
-    vectors = (x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])
-    cpu.active.rope(np.ascontiguousarray(x).reshape(vectors), cos, sin, int(is_interleaved), out.reshape(vectors))
-    return out
+    vectors = np.ascontiguousarray(x)
+    if x.ndim != 3:
+        vectors = vectors.reshape(x.shape[0], math.prod(x.shape[1:-1]), x.shape[-1])
+    out = np.empty(vectors.shape, np.float32)
+    cpu.active.rope(vectors, cos, sin, int(is_interleaved), out)
+    return out if x.ndim == 3 else out.reshape(x.shape)
 
 
 def _beside(x, table):

@@ -41,6 +41,12 @@ class PoolLease:
                     residency.failures.pop((layer, expert), None)  # an old failure is no reason not to try again
             self._request_pending()
 
+    def __enter__(self) -> "PoolLease":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
     def parts(self) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
         """Groups of experts that can be computed now; waits when there are none. See `Lease`."""
         slabs = self._pool.slabs

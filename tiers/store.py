@@ -1,7 +1,7 @@
 """The only door to experts: `with store.lease(layer, ids, phase) as lease`."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import numpy as np
@@ -49,8 +49,7 @@ class ExpertStore(Protocol):
     def begin_pass(self, phase: Phase) -> None:
         """Between two passes: experts may be moved now."""
 
-    @contextmanager
-    def lease(self, layer: int, ids: np.ndarray, phase: Phase) -> Iterator[Lease]:
+    def lease(self, layer: int, ids: np.ndarray, phase: Phase) -> AbstractContextManager[Lease]:
         """Hold distinct experts, [U] int. What is not in memory begins to be read; never waits."""
 
     def count(self, layer: int, choices: np.ndarray, phase: Phase) -> None:
@@ -159,13 +158,8 @@ class TieredStore:
             if excess > 0:
                 self.shrink(excess)
 
-    @contextmanager
-    def lease(self, layer: int, ids: np.ndarray, phase: Phase) -> Iterator[Lease]:
-        lease = PoolLease(self._residency, layer, ids, phase)
-        try:
-            yield lease
-        finally:
-            lease.release()
+    def lease(self, layer: int, ids: np.ndarray, phase: Phase) -> PoolLease:
+        return PoolLease(self._residency, layer, ids, phase)
 
     def wants_prefetch(self, layer: int, num_rows: int) -> bool:
         return (

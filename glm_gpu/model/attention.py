@@ -9,7 +9,7 @@ from glm_gpu.kernels.attention import attend_explicit, attend_latent
 from glm_gpu.kernels.matmul import matmul
 from glm_gpu.kernels.norm import rms_norm
 from glm_gpu.kernels.rope import rope_half, rope_interleaved
-from glm_gpu.model.indexer import Selection, dense_selections, select
+from glm_gpu.model.indexer import Selection, dense_selections, select, store_rows
 from glm_gpu.model.numerics import LATENT_NORM_EPS, Numerics
 from glm_gpu.model.weights import HeadAttentionWeights, LatentAttentionWeights
 from glm_gpu.quant import QuantizedMatrix, bf16_to_f32
@@ -52,7 +52,7 @@ def latent_attention(
     kv = matmul(h, weights.kv_a, activations)
     latent = rms_norm(kv[:, :rank], weights.kv_a_norm, LATENT_NORM_EPS)
     new_rows = np.concatenate([latent, rope_interleaved(kv[:, rank:], cos, sin)], axis=1)  # [T, R + P]
-    batch.write(layer, "latent", new_rows)
+    store_rows(batch, layer, "latent", new_rows)
 
     if selections is None:
         assert weights.indexer is not None
@@ -127,8 +127,8 @@ def head_attention(
         query, key, value = (np.clip(a, -config.clip_qkv, config.clip_qkv) for a in (query, key, value))
     query = rope_half(query.reshape(len(h), num_heads, width), *rope)
     key = rope_half(key.reshape(len(h), num_kv_heads, width), *rope)
-    batch.write(layer, "key", key.reshape(len(h), -1))
-    batch.write(layer, "value", value)
+    store_rows(batch, layer, "key", key.reshape(len(h), -1))
+    store_rows(batch, layer, "value", value)
 
     heads = np.empty((len(h), num_heads, width), np.float32)
     for span, selection in zip(batch.spans, dense_selections(batch), strict=True):

@@ -9,6 +9,7 @@ from glm_gpu.config import ModelConfig
 from glm_gpu.kernels.indexer import index_scores, select_top
 from glm_gpu.kernels.matmul import matmul
 from glm_gpu.kernels.norm import layer_norm
+from glm_gpu.kernels.quantize import round_bf16
 from glm_gpu.kernels.rope import rope_half, rope_interleaved
 from glm_gpu.model.numerics import INDEX_NORM_EPS, Numerics
 from glm_gpu.model.weights import IndexerWeights
@@ -29,6 +30,14 @@ class Selection:
     def last_row(self) -> "Selection":
         """The selection of the last token alone."""
         return Selection(None if self.rows is None else self.rows[-1:], self.counts[-1:])
+
+
+def store_rows(batch: Batch, layer: int, stream: str, rows: np.ndarray) -> None:
+    """Write what a pass's tokens add to a stream, [T, width] f32, to the caches of their sequences."""
+    if batch.spans[0].cache.layout.is_bf16:
+        rows = round_bf16(rows)
+    for span in batch.spans:
+        span.cache.write(layer, stream, span.cache.length, rows[span.rows])
 
 
 def dense_selections(batch: Batch) -> list[Selection]:
@@ -64,7 +73,7 @@ def select(
     keys = matmul(h, weights.key, numerics.activations)
     keys = layer_norm(keys, weights.key_norm, weights.key_norm_bias, INDEX_NORM_EPS)  # [T, M]
     keys = np.concatenate([rotate(keys[:, :rope_width], cos, sin), keys[:, rope_width:]], axis=1)
-    batch.write(layer, "index_key", keys)
+    store_rows(batch, layer, "index_key", keys)
 
     longest = max(span.cached_stop for span in batch.spans)
     if longest <= config.index_topk and not numerics.always_index:

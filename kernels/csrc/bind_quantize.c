@@ -115,10 +115,34 @@ static PyObject *py_decode_fp8(PyObject *self, PyObject *const *args, Py_ssize_t
     Py_RETURN_NONE;
 }
 
+/* To nearest, ties to even; NaN stays NaN, made quiet. */
+static uint16_t bf16_of(uint32_t bits) {
+    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+static PyObject *py_round_bf16(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    struct array values = {0}, out = {0};
+    bool ok = num_arguments("round_bf16", nargs, 2) && array_read(&values, args[0], "values", "f", 2) &&
+              array_write(&out, args[1], "out", "H", 2) && array_size(&out, "out", 0, values.shape[0]) &&
+              array_size(&out, "out", 1, values.shape[1]);
+    if (ok) {
+        const uint32_t *bits = values.data;
+        uint16_t *rounded = out.data;
+        Py_ssize_t size = values.shape[0] * values.shape[1];
+        for (Py_ssize_t i = 0; i < size; i++) rounded[i] = bf16_of(bits[i]);
+    }
+    array_release(&values), array_release(&out);
+    if (!ok) return NULL;
+    Py_RETURN_NONE;
+}
+
 PyMethodDef quantize_methods[] = {
     METHOD(group_absmax, "group_absmax(w, group, out): whether all weights are finite; out gets their groups' largest."),
     METHOD(group_errors, "group_errors(w, scales, group, qmax, out): each group's squared error under its scale."),
     METHOD(pack_rows, "pack_rows(w, scales, group, bits, out): packed integers under given scales."),
     METHOD(decode_fp8, "decode_fp8(codes, table, scales, block_rows, block_columns, first_row, out)"),
+    METHOD(round_bf16, "round_bf16(values, out): bit patterns of the nearest bf16 values."),
     {NULL, NULL, 0, NULL},
 };

@@ -5,8 +5,8 @@ import pytest
 
 from glm_gpu.fp8 import dequantize_fp8
 from glm_gpu.kernels import cpu
-from glm_gpu.kernels.quantize import decode_fp8, group_errors, quantize, quantize_search, shrink_factors
-from glm_gpu.quant import FORMATS, Format, dequantize
+from glm_gpu.kernels.quantize import decode_fp8, group_errors, quantize, quantize_search, round_bf16, shrink_factors
+from glm_gpu.quant import FORMATS, Format, dequantize, f32_to_bf16
 from glm_gpu.quant import quantize as specified
 
 PACKED = [format for format in FORMATS.values() if format.is_packed]
@@ -167,6 +167,13 @@ def test_row_does_not_depend_on_the_others(implementation):
         np.testing.assert_array_equal(alone.scales[0], whole.scales[row])
 
 
+def test_bf16_bits_are_those_of_the_specification(implementation):
+    high = np.arange(1 << 16, dtype=np.uint32)[:, None] << np.uint32(16)  # every sign, exponent and kept mantissa
+    low = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)  # below, at and above half way
+    values = (high | low).view(np.float32)
+    np.testing.assert_array_equal(round_bf16(values), f32_to_bf16(values))
+
+
 @pytest.mark.parametrize("shape", [(576, 192), (130, 257), (1, 1), (128, 128), (3, 300)], ids=str)
 def test_fp8_rows_are_those_of_the_specification(shape, implementation):
     rng = np.random.default_rng(3)
@@ -186,6 +193,7 @@ def test_fp8_rows_are_those_of_the_specification(shape, implementation):
         ("group_absmax", (np.zeros((2, 100), np.float32), 65, np.zeros((2, 2), np.float32))),
         ("group_absmax", (np.zeros((2, 100), np.float32), 64, np.zeros((2, 1), np.float32))),
         ("group_errors", (np.zeros((2, 64), np.float32), np.ones((1, 1), np.float32), 64, 7, np.zeros((2, 1)))),
+        ("round_bf16", (np.zeros((2, 64), np.float32), np.zeros((2, 63), np.uint16))),
         ("pack_rows", (np.zeros((2, 64), np.float32), np.ones((2, 1), np.float32), 64, 4, np.zeros((2, 31), np.uint8))),
         ("pack_rows", (np.zeros((2, 64), np.float32), np.ones((2, 1), np.float32), 64, 3, np.zeros((2, 24), np.uint8))),
         (
