@@ -5,7 +5,7 @@
     python bench/speculation.py speed [--repeats 3]       against plain decoding, at three memory budgets
     python bench/speculation.py json                      schemas: share of valid documents, tokens a pass
 
-Prompts come from the held-out texts in tests/data/demo. Each part ends with one JSON line.
+Prompts come from the held-out texts in glm_gpu/tasks/heldout. Each part ends with one JSON line.
 """
 
 import argparse
@@ -15,9 +15,9 @@ import os
 import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from glm_gpu.engine import Engine
+from glm_gpu.evaluate import heldout_texts
 from glm_gpu.grammar import Grammar
 from glm_gpu.kernels import cpu
 from glm_gpu.machine import cpu_name
@@ -29,8 +29,7 @@ from glm_gpu.tiers.heat import Heat
 from glm_gpu.tiers.residency import slots_for_all
 from glm_gpu.tiers.store import TieredStore
 
-TEXTS = Path(__file__).parent.parent / "tests/data/demo"
-KINDS = {"scripture": "bible.txt", "plays": "plays.txt", "poems": "poems.txt", "chat": "chats.txt"}
+KINDS = {"scripture": "bible", "plays": "plays", "poems": "poems", "chat": "chats"}
 PROMPT_TOKENS = 48
 GREEDY = SamplingParams(temperature=0)
 # The model's own distribution; a seed gives the same text with drafts and without.
@@ -68,7 +67,7 @@ SCHEMAS = {
 
 def prompts(engine: Engine, kind: str, num: int) -> list[list[int]]:
     """Stretches of a held-out text, evenly spread over it."""
-    ids = engine.tokenizer.encode((TEXTS / KINDS[kind]).read_text(encoding="utf-8"))
+    ids = engine.tokenizer.encode(heldout_texts()[KINDS[kind]])
     step = (len(ids) - PROMPT_TOKENS) // num
     return [ids[start : start + PROMPT_TOKENS] for start in range(0, num * step, step)]
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from glm_gpu.engine import Engine
+from glm_gpu.evaluate import heldout_texts
 from glm_gpu.opening import EngineOptions
 from glm_gpu.score import score
 
@@ -19,7 +20,7 @@ CONTEXT, NUM_TOKENS = 257, 513
 def test_four_bits_cost_at_most_1_5_percent_of_perplexity(name):
     reference = json.loads((DATA / "log_likelihood.json").read_text())
     with Engine.open(options=EngineOptions(context=CONTEXT)) as engine:
-        ids = engine.tokenizer.encode((DATA / f"{name}.txt").read_text())[:NUM_TOKENS]
+        ids = engine.tokenizer.encode(heldout_texts()[name])[:NUM_TOKENS]
         found = score(engine, ids)
     assert found.scored_tokens == reference["scored_tokens"]
     assert found.perplexity < 1.015 * math.exp(-reference[name] / reference["scored_tokens"])

@@ -3,9 +3,8 @@
 import math
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Executor, Future, wait
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -13,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from glm_gpu.checkpoint import FP8_SCALE_SUFFIX, Checkpoint
+from glm_gpu.convert.ahead import in_order
 from glm_gpu.convert.plan import PlannedShard, PlannedTensor
 from glm_gpu.convert.settings import ConvertSettings
 from glm_gpu.errors import CheckpointError
@@ -81,7 +81,7 @@ class ShardBlocks:
         self._settings, self._times = settings, times
         self._scales: dict[str, list[np.ndarray]] = {}
         blocks = (block for tensor in shard.tensors if tensor.part == "data" for block in self._blocks(tensor))
-        self._results = _in_order(executor, self._convert, blocks, ahead)
+        self._results = in_order(executor, self._convert, blocks, ahead)
 
     def close(self) -> None:
         """Drop what has not begun and wait for the rest; harmless when all is done."""
@@ -153,19 +153,3 @@ def _quantized(values: np.ndarray, format: Format, settings: ConvertSettings) ->
             f"weight [{row}, {column}] is {values[row, column]:g}, which bf16 cannot hold; use another width"
         )
     return matrix
-
-
-def _in_order(executor: Executor, function: Callable, items: Iterable, ahead: int) -> Iterator:
-    """function(item) for each item in order, at most `ahead` of them under way or waiting."""
-    pending: deque[Future] = deque()
-    try:
-        for item in items:
-            pending.append(executor.submit(function, item))
-            if len(pending) >= ahead:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    finally:
-        for future in pending:
-            future.cancel()
-        wait(pending)

@@ -2,12 +2,12 @@
 
 import os
 import threading
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+from glm_gpu.convert.ahead import in_order
 from glm_gpu.convert.hashing import hash_file
 from glm_gpu.errors import CheckpointError, RequestError
 
@@ -113,18 +113,11 @@ class HubFiles:
 
     def _ranges(self, name: str, begin: int) -> Iterator[bytes]:
         """The rest of a file in order, several ranges on their way at a time."""
-        pending: deque[Future] = deque()
-        try:
-            for start in range(begin, self.sizes[name], _RANGE_BYTES):
-                end = min(start + _RANGE_BYTES, self.sizes[name])
-                pending.append(self._executor.submit(self.read_range, name, start, end))
-                if len(pending) >= _RANGES_AHEAD:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
-        finally:
-            for future in pending:
-                future.cancel()
+        starts = range(begin, self.sizes[name], _RANGE_BYTES)
+        return in_order(self._executor, lambda start: self._range_from(name, start), starts, _RANGES_AHEAD)
+
+    def _range_from(self, name: str, start: int) -> bytes:
+        return self.read_range(name, start, min(start + _RANGE_BYTES, self.sizes[name]))
 
     @contextmanager
     def _failures(self, what: str) -> Iterator[None]:
