@@ -113,14 +113,14 @@ class Engine:
     def session(self, is_chat: bool = False) -> Session:
         """A new sequence with a cache of its own; in a chat, a marker of another turn ends the answer too."""
         cache = self.model.new_cache(self.context, self._is_kv_bf16)
-        return Session(self.model, cache, self.turn_ids if is_chat else self.eos_ids, self.speculator())
+        return Session(self.model, cache, self.turn_ids if is_chat else self.eos_ids, self.speculator(self.context))
 
-    def speculator(self) -> Speculator:
-        """Drafts for a new sequence."""
+    def speculator(self, max_length: int) -> Speculator:
+        """Drafts for a new sequence of at most so many tokens."""
         mtp = None
         if self.mtp_head is not None:
             shares_selection = self.config.index_share_for_mtp_iteration
-            mtp = MtpDrafter(self.mtp_head, self.context, self._is_kv_bf16, shares_selection)
+            mtp = MtpDrafter(self.mtp_head, max_length, self._is_kv_bf16, shares_selection)
         return Speculator(self._speculate, self.speculation, mtp)
 
     def constraint(self, grammar: Grammar) -> Constraint:

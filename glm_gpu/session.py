@@ -139,7 +139,7 @@ class Session:
         rows = [answer.ids[-1], *drafted_ids]
         began = time.perf_counter()
         output = self._model.forward(Batch.of([(rows, self._cache)], "decode", all_logits=True))
-        self._speculator.policy.times.observe(len(rows), time.perf_counter() - began)
+        self._speculator.policy.times(1).observe(len(rows), time.perf_counter() - began)
         num_accepted = 0
         try:
             chosen_ids = answer.verify(drafted_ids, output.logits)

@@ -14,14 +14,18 @@ from glm_gpu.speculative.draft import Draft
 # Rows that may wait for the layer to run over them: bounds what they take (12 MB at GLM-5.2's width) and costs one
 # pass of one layer when they are many.
 MAX_PENDING = 512
+# Of them, so many are kept where nobody wants drafts: enough text behind which to begin again.
+_KEPT_PENDING = 256
+# Before sequences share a pass, one with more waiting rows than this runs them alone: bounds the pass's memory.
+MAX_SHARED = 16
 
 
 class MtpDrafter:
     """One sequence's multi-token layer: a cache with a row for each token whose successor is known, and drafts.
 
     Row i is computed from the trunk's hidden state of position i and the token at i + 1. Rows wait until a draft is
-    wanted or there are MAX_PENDING of them, so an answer without drafts does not pay for them. Rows of drafted tokens
-    are provisional and gone when `draft` returns: the cache then holds just what a fresh pass over the text would give.
+    wanted or there are MAX_PENDING of them. Rows of drafted tokens are provisional and gone when `draft` returns: the
+    cache then holds just what a fresh pass over the text would give.
 
     Args:
         head: the layer, shared with other sequences.
@@ -29,6 +33,10 @@ class MtpDrafter:
         is_bf16: whether cached rows are bfloat16.
         shares_selection: `index_share_for_mtp_iteration` of the config: later steps attend over what the indexer chose
             in the first.
+
+    Attributes:
+        is_idle: drafts do not pay now; rows that have waited too long are then forgotten rather than run, so an answer
+            without drafts costs nothing, and the layer sees a shorter text when it is asked again.
     """
 
     def __init__(self, head: MtpHead, max_length: int, is_bf16: bool, shares_selection: bool) -> None:
@@ -40,6 +48,7 @@ class MtpDrafter:
         self._skipped = 0  # tokens before the first observed one; rows count from there
         self._length = 0
         self._last_hidden: np.ndarray | None = None
+        self.is_idle = False
 
     @property
     def num_pending(self) -> int:
@@ -57,11 +66,17 @@ class MtpDrafter:
     def observe(self, token_ids: Sequence[int], hidden: np.ndarray) -> None:
         for token_id, state in zip(token_ids, hidden, strict=True):
             self._add_row(token_id)
-            self._last_hidden = state
+            self._last_hidden = state.copy()  # not a view, which would keep the rows of the whole pass
             self._length += 1
-        if len(self._pending) >= MAX_PENDING:
-            self._run(self._pending, "prefill")
-            self._pending = []
+        if len(self._pending) < MAX_PENDING:
+            return
+        if self.is_idle:
+            self._cut_rows(0)
+            self._pending = self._pending[-_KEPT_PENDING:]
+            num_forgotten = self._length - 1 - len(self._pending)
+            self._skipped, self._length = self._skipped + num_forgotten, self._length - num_forgotten
+        else:
+            self._run_pending()
 
     def cut(self, length: int) -> int:
         """See `Drafter.cut`. The row behind the last token kept needs that token's hidden state: where it is no longer
@@ -86,18 +101,7 @@ class MtpDrafter:
 
     def draft(self, ids: Sequence[int], width: int) -> Draft:
         """The layer's best guess, fed back `width - 1` times together with the hidden state it came with."""
-        assert len(ids) == self._skipped + self._length + 1 and self._last_hidden is not None
-        self._cut_rows(min(len(self._next_ids), self._length - 1))
-        output, selections = self._run([*self._pending, (self._last_hidden, ids[-1])], "decode")
-        self._pending = []
-        shared = [selection.last_row() for selection in selections] if self._shares_selection else None
-        token_ids = [int(np.argmax(output.logits[0]))]
-        while len(token_ids) < width:
-            batch = Batch.of([(token_ids[-1:], self.cache)], "decode")
-            output, _ = self._head.forward(batch, output.hidden[-1:], shared)
-            token_ids.append(int(np.argmax(output.logits[0])))
-        self.cache.truncate(self._length)
-        return Draft("mtp", token_ids)
+        return draft_together([(self, ids, width)])[0]
 
     def _add_row(self, token_id: int) -> None:
         """The row that the token at `_length` completes, unless it is cached from drafting behind that token."""
@@ -108,16 +112,62 @@ class MtpDrafter:
         assert self._last_hidden is not None
         self._pending.append((self._last_hidden, token_id))
 
-    def _run(
-        self, rows: list[tuple[np.ndarray, int]], phase: Literal["prefill", "decode"]
-    ) -> tuple[Output, list[Selection]]:
-        """Cache rows; the last one's logits and hidden state."""
-        next_ids = [token_id for _, token_id in rows]
-        batch = Batch.of([(next_ids, self.cache)], phase)
-        result = self._head.forward(batch, np.stack([state for state, _ in rows]))
-        self._next_ids += next_ids
-        return result
+    def _due_rows(self, ids: Sequence[int]) -> list[tuple[np.ndarray, int]]:
+        """The rows to cache before a draft behind `ids`."""
+        assert len(ids) == self._skipped + self._length + 1 and self._last_hidden is not None
+        self._cut_rows(min(len(self._next_ids), self._length - 1))
+        return [*self._pending, (self._last_hidden, ids[-1])]
+
+    def _run_pending(self) -> None:
+        _forward([(self, self._pending)], "prefill")
+        self._pending = []
 
     def _cut_rows(self, num_rows: int) -> None:
         self.cache.truncate(num_rows)
         del self._next_ids[num_rows:]
+
+
+def draft_together(turns: Sequence[tuple[MtpDrafter, Sequence[int], int]]) -> list[Draft]:
+    """Drafts for several sequences over one head, each what its drafter alone would give, in shared passes.
+
+    Args:
+        turns: drafter, all tokens of its sequence, and how many to guess, at least 1.
+    """
+    drafters = [drafter for drafter, _, _ in turns]
+    for drafter in drafters:
+        if len(turns) > 1 and drafter.num_pending > MAX_SHARED:
+            drafter._run_pending()
+    output, selections = _forward([(drafter, drafter._due_rows(ids)) for drafter, ids, _ in turns], "decode")
+    for drafter in drafters:
+        drafter._pending = []
+    drafts = [[int(token_id)] for token_id in np.argmax(output.logits, axis=1)]
+    hidden, left = output.hidden, list(range(len(turns)))
+    for depth in range(2, max(width for _, _, width in turns) + 1):
+        keeps = [place for place, turn in enumerate(left) if turns[turn][2] >= depth]
+        hidden, left = hidden[keeps], [left[place] for place in keeps]
+        shared = [selections[turn].last_row() for turn in left] if drafters[0]._shares_selection else None
+        batch = Batch.of([(drafts[turn][-1:], drafters[turn].cache) for turn in left], "decode")
+        output, _ = drafters[0]._head.forward(batch, hidden, shared)
+        hidden = output.hidden
+        for turn, logits in zip(left, output.logits, strict=True):
+            drafts[turn].append(int(np.argmax(logits)))
+    for drafter in drafters:
+        drafter.cache.truncate(drafter._length)
+    return [Draft("mtp", token_ids) for token_ids in drafts]
+
+
+def _forward(
+    parts: list[tuple[MtpDrafter, list[tuple[np.ndarray, int]]]], phase: Literal["prefill", "decode"]
+) -> tuple[Output, list[Selection]]:
+    """Cache rows of several sequences.
+
+    Returns:
+        Each sequence's last logits and hidden state; what its rows attended over.
+    """
+    next_ids = [[token_id for _, token_id in rows] for _, rows in parts]
+    batch = Batch.of([(ids, drafter.cache) for ids, (drafter, _) in zip(next_ids, parts, strict=True)], phase)
+    states = np.stack([state for _, rows in parts for state, _ in rows])
+    output, selections = parts[0][0]._head.forward(batch, states)
+    for ids, (drafter, _) in zip(next_ids, parts, strict=True):
+        drafter._next_ids += ids
+    return Output(output.logits, output.hidden[[span.stop - 1 for span in batch.spans]]), selections

@@ -2,21 +2,21 @@
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from glm_gpu.grammar import Constraint
+from glm_gpu.speculative.acceptance import MAX_WIDTH
 from glm_gpu.speculative.draft import Draft, Drafter
-from glm_gpu.speculative.mtp import MtpDrafter
+from glm_gpu.speculative.mtp import MAX_SHARED, MtpDrafter, draft_together
 from glm_gpu.speculative.ngram import NgramDrafter
-from glm_gpu.speculative.width import MAX_WIDTH, WidthPolicy
+from glm_gpu.speculative.width import Offer, WidthPolicy
 
 SpeculateMode = Literal["auto", "off", "mtp", "ngram", "grammar"]
 # Tokens that a grammar forces are right for certain, so more of them than guesses go into a pass.
 MAX_FORCED = 64
-# A first step over more waiting rows says nothing about what a draft usually takes.
-_MAX_TIMED_PENDING = 16
 
 
 class Speculator:
@@ -38,11 +38,13 @@ class Speculator:
         self._ngram = NgramDrafter() if mode in ("auto", "ngram") else None
         self._uses_forced = mode in ("auto", "grammar")
         self._drafters: list[Drafter] = [drafter for drafter in (self._mtp, self._ngram) if drafter is not None]
-        self._num_forced = 0
+        self._forced: list[int] = []
         self._to_judge: list[Draft] = []
 
     def observe(self, token_ids: Sequence[int], hidden: np.ndarray) -> None:
         """See `Drafter.observe`."""
+        if self._mtp is not None:
+            self._mtp.is_idle = not self.policy.wants_costly
         for drafter in self._drafters:
             drafter.observe(token_ids, hidden)
 
@@ -56,44 +58,100 @@ class Speculator:
             self._mtp.skip(length)
 
     def propose(self, ids: Sequence[int], limit: int, constraint: Constraint | None = None) -> list[int]:
-        """Tokens to verify behind the last one, at most `limit`; none for a plain pass.
-
-        Args:
-            ids: all tokens so far, the last one not yet run through the model.
-            constraint: what the answer must conform to, with all of its tokens pushed.
-        """
-        self._to_judge = []
-        forced = constraint.forced(min(limit, MAX_FORCED)) if constraint and self._uses_forced else []
-        self._num_forced = len(forced)
-        limit -= len(forced)
-        if limit < 1:
-            return forced
-        repeated = self._repeated([*ids, *forced])
-        if constraint and repeated.token_ids:
-            num_valid = constraint.num_valid([*forced, *repeated.token_ids]) - len(forced)
-            repeated = Draft(repeated.source, repeated.token_ids[: max(num_valid, 0)])
-        # behind forced tokens the multi-token layer has no hidden state to go on
-        costly = ["mtp"] if self._mtp is not None and not forced else []
-        choice = self.policy.choose([(repeated.source, len(repeated.token_ids))], costly, limit)
-        guessed = self._guess(ids, choice.width, constraint) if choice.source == "mtp" else repeated
-        self._to_judge = [repeated] if guessed is repeated else [repeated, guessed]
-        return forced + guessed.token_ids[: choice.width]
+        """`propose` for this sequence alone."""
+        return propose([Turn(self, ids, limit, constraint)])[0]
 
     def learn(self, chosen_ids: Sequence[int]) -> None:
         """Compare the drafts of the last `propose` with the tokens that were chosen behind the last one."""
         for draft in self._to_judge:
-            self.policy.acceptance.observe(draft.source, draft.token_ids, chosen_ids[self._num_forced :])
+            self.policy.acceptance.observe(draft.source, draft.token_ids, chosen_ids[len(self._forced) :])
 
-    def _repeated(self, ids: Sequence[int]) -> Draft:
-        return Draft("ngram", []) if self._ngram is None else self._ngram.draft(ids, MAX_WIDTH)
+    def _offer(self, turn: "Turn", can_guess: bool) -> Offer:
+        """What could be drafted behind the forced tokens, which are found here."""
+        self._to_judge = []
+        self._forced, limit = [], turn.limit
+        if turn.constraint is not None and self._uses_forced and limit > 0:
+            self._forced = turn.constraint.forced(min(limit, MAX_FORCED))
+            limit -= len(self._forced)
+        if limit < 1 or not can_guess:
+            return Offer(0)
+        free = None
+        if self._ngram is not None:
+            repeated = self._ngram.draft([*turn.ids, *self._forced] if self._forced else turn.ids, MAX_WIDTH)
+            repeated = _valid(repeated, turn.constraint, self._forced)
+            self._to_judge.append(repeated)
+            free = (repeated.source, len(repeated.token_ids))
+        # behind forced tokens the multi-token layer has no hidden state to go on
+        if self._mtp is None or self._forced:
+            return Offer(limit, free)
+        return Offer(limit, free, "mtp", self._mtp.num_pending)
 
-    def _guess(self, ids: Sequence[int], width: int, constraint: Constraint | None) -> Draft:
-        assert self._mtp is not None
-        is_usual = self._mtp.num_pending <= _MAX_TIMED_PENDING
-        began = time.perf_counter()
-        draft = self._mtp.draft(ids, width)
-        if is_usual:
-            self.policy.drafted(draft.source, width, time.perf_counter() - began)
-        if constraint is None:
-            return draft
-        return Draft(draft.source, draft.token_ids[: constraint.num_valid(draft.token_ids)])
+
+@dataclass(frozen=True)
+class Turn:
+    """A sequence that goes on by a token in the next pass.
+
+    Args:
+        ids: all tokens so far, the last one not yet run through the model.
+        limit: at most so many tokens behind it.
+        constraint: what the answer must conform to, with all of its tokens pushed.
+    """
+
+    speculator: Speculator
+    ids: Sequence[int]
+    limit: int
+    constraint: Constraint | None = None
+
+
+def propose(turns: Sequence[Turn], can_guess: bool = True) -> list[list[int]]:
+    """Tokens to verify behind each sequence's last one; none for a plain row.
+
+    Args:
+        turns: all sequences of the next pass; their speculators share a policy.
+        can_guess: False for forced tokens alone.
+    """
+    offers = [turn.speculator._offer(turn, can_guess) for turn in turns]
+    if not can_guess:
+        return [turn.speculator._forced for turn in turns]
+    policy = turns[0].speculator.policy
+    choices = policy.choose(offers).choices
+    guessing = [
+        (turn, choice.width)
+        for turn, offer, choice in zip(turns, offers, choices, strict=True)
+        if choice.source is not None and choice.source == offer.costly
+    ]
+    guesses = dict(zip((id(turn) for turn, _ in guessing), _guess(policy, guessing), strict=True))
+    proposed = []
+    for turn, choice in zip(turns, choices, strict=True):
+        speculator = turn.speculator
+        if id(turn) in guesses:
+            guess = guesses[id(turn)]
+            speculator._to_judge.append(guess)
+            proposed.append(guess.token_ids)
+        else:
+            guessed = speculator._to_judge[0].token_ids[: choice.width] if choice.width else []
+            proposed.append(speculator._forced + guessed)
+    return proposed
+
+
+def _guess(policy: WidthPolicy, guessing: list[tuple[Turn, int]]) -> list[Draft]:
+    """The multi-token layer's drafts for some sequences, as far as their grammars allow."""
+    if not guessing:
+        return []
+    mtps = [turn.speculator._mtp for turn, _ in guessing]
+    # a first step over many waiting rows says nothing about what a draft usually takes
+    is_usual = sum(mtp.num_pending for mtp in mtps) <= MAX_SHARED * len(mtps)
+    began = time.perf_counter()
+    wanted = [(mtp, turn.ids, width) for mtp, (turn, width) in zip(mtps, guessing, strict=True)]
+    drafts = draft_together(wanted) if len(wanted) > 1 else [mtp.draft(ids, width) for mtp, ids, width in wanted]
+    if is_usual:
+        policy.drafted(len(mtps), max(width for _, width in guessing), time.perf_counter() - began)
+    return [_valid(draft, turn.constraint) for draft, (turn, _) in zip(drafts, guessing, strict=True)]
+
+
+def _valid(draft: Draft, constraint: Constraint | None, before: Sequence[int] = ()) -> Draft:
+    """A draft cut where the grammar forbids it behind the tokens before it."""
+    if constraint is None or not draft.token_ids:
+        return draft
+    num_valid = constraint.num_valid([*before, *draft.token_ids]) - len(before)
+    return Draft(draft.source, draft.token_ids[: max(num_valid, 0)])

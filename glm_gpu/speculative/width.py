@@ -1,165 +1,83 @@
 """How many drafted tokens are worth verifying, from measured acceptance and measured time."""
 
-import statistics
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-# Guesses verified in one pass at most: beyond, even text that repeats gains little, and prefetching stops.
-MAX_WIDTH = 8
+from glm_gpu.speculative.acceptance import MAX_WIDTH, Acceptance, DepthCounts
+from glm_gpu.speculative.times import PassTimes, coarse, pass_cost
+
 # What speculation must promise over plain decoding before it is used.
 MIN_GAIN = 1.02
 
-# Old guesses count less: a window of about thirty.
-_DECAY = 0.97
-# Before there are guesses: what to expect of the first, and how many guesses that is worth.
-_PRIOR, _PRIOR_TRIALS = 0.5, 2.0
-
-# Costs kept of each number of rows, and after how many passes without a new one they are forgotten.
-_WINDOW, _MAX_AGE = 48, 512
-# A plain pass is timed at least this often, and tells about so many passes behind it.
-_PLAIN_EVERY, _NEAR = 32, 8
-# Fewer costs than this may be outliers: the least of them counts, so that one slow pass does not end a trial.
-_MIN_COSTS = 4
-# What one more row is taken to cost before it is tried, and that no more than twice the rows tried are tried next.
-_UNTRIED_ROW = 0.05
+# A plain pass is timed at least this often.
+_PLAIN_EVERY = 32
 # A further token that comes true less often than this is not worth the time to think about it.
 _MIN_CHANCE = 0.05
 # A drafter whose guesses cost time is tried again after so many passes without it, then after twice as many, and so on.
 _PROBE_EVERY, _PROBE_AT_MOST = 64, 1024
+# What a new time of guessing counts against those before it.
+_NEW_SHARE = 0.1
 
 # First guesses of a sound multi-token layer are right 25 % of the time on any text; below this something is wrong.
 HEALTHY_ACCEPTANCE, _HEALTH_TRIALS = 0.05, 128
 
 
-@dataclass
-class DepthCounts:
-    """Guesses at one depth: how many were put to the test, and came true; all, and lately."""
+@dataclass(frozen=True)
+class Offer:
+    """What could be drafted for one sequence.
 
-    tried: int = 0
-    right: int = 0
-    recent_tried: float = 0.0
-    recent_right: float = 0.0
-
-    def count(self, is_right: bool) -> None:
-        self.tried += 1
-        self.right += is_right
-        self.recent_tried = self.recent_tried * _DECAY + 1
-        self.recent_right = self.recent_right * _DECAY + is_right
-
-
-@dataclass
-class Acceptance:
-    """How often guesses came true, by source and depth; a guess is tried only when those before it came true."""
-
-    counts: dict[str, list[DepthCounts]] = field(default_factory=dict)
-
-    def observe(self, source: str, token_ids: Sequence[int], truth: Sequence[int]) -> None:
-        """Compare a draft, verified or not, with what came."""
-        if not token_ids:
-            return
-        depths = self.counts.setdefault(source, [DepthCounts() for _ in range(MAX_WIDTH)])
-        for depth, guessed, came in zip(depths, token_ids, truth, strict=False):
-            depth.count(guessed == came)
-            if guessed != came:
-                return
-
-    def rates(self, source: str) -> list[float]:
-        """The chance of each depth's guess once those before it are right; of untried depths, that of the depth before.
-
-        Returns:
-            MAX_WIDTH of them.
-        """
-        rates, prior = [], _PRIOR
-        for depth in self.counts.get(source, [DepthCounts()] * MAX_WIDTH):
-            prior = (depth.recent_right + prior * _PRIOR_TRIALS) / (depth.recent_tried + _PRIOR_TRIALS)
-            rates.append(prior)
-        return rates
-
-
-class PassTimes:
-    """What passes cost by their number of rows, relative to a plain one; waiting for experts is part of it.
-
-    A pass is compared only with plain passes just before it: the machine's other work changes how long everything takes
-    from one second to the next, but hardly how many times a plain pass a wider one takes.
+    Args:
+        limit: at most so many tokens.
+        free: the source of a draft that is there already, and its length.
+        costly: a source that takes time to draft, for any length.
+        backlog: rows that the costly one has to run first.
     """
 
-    def __init__(self) -> None:
-        self.plain_s: float | None = None
-        self._plain: deque[tuple[int, float]] = deque(maxlen=_NEAR)
-        self._costs: dict[int, deque[float]] = {}
-        self._typical: dict[int, float] = {}
-        self._last_at: dict[int, int] = {}
-        self._num_passes = 0
+    limit: int
+    free: tuple[str, int] | None = None
+    costly: str | None = None
+    backlog: int = 0
 
-    def observe(self, num_rows: int, seconds: float) -> None:
-        self._num_passes += 1
-        if num_rows == 1:
-            self._plain.append((self._num_passes, seconds))
-        near = [s for at, s in self._plain if self._num_passes - at <= _NEAR]
-        if not near:
-            return
-        self.plain_s = statistics.fmean(near)
-        if self.age(num_rows) > _MAX_AGE:
-            self._costs[num_rows] = deque(maxlen=_WINDOW)
-        self._costs[num_rows].append(1.0 if num_rows == 1 else seconds / self.plain_s)
-        self._typical[num_rows] = typical(self._costs[num_rows])
-        self._last_at[num_rows] = self._num_passes
-
-    def age(self, num_rows: int) -> int:
-        """Passes since one with so many rows."""
-        return self._num_passes - self._last_at.get(num_rows, -_MAX_AGE - 1)
-
-    def table(self) -> dict[int, float]:
-        """Costs by number of rows, ascending, of those that there were passes of lately.
-
-        More rows never cost less than fewer: where they seem to, the machine was busy when the fewer were timed.
-        """
-        table, floor = {}, 0.0
-        for rows in sorted(self._typical):
-            if self.age(rows) <= _MAX_AGE:
-                floor = table[rows] = max(self._typical[rows], floor)
-        return table
-
-
-def typical(costs: Sequence[float]) -> float:
-    """The mean of the middle half; of less than four, the least."""
-    ordered = sorted(costs)
-    if len(ordered) < _MIN_COSTS:
-        return ordered[0]
-    quarter = len(ordered) // 4
-    return statistics.fmean(ordered[quarter : len(ordered) - quarter])
-
-
-def pass_cost(table: dict[int, float], num_rows: int) -> float | None:
-    """What a pass with so many rows would cost, going by `PassTimes.table`; None if that is too far from any."""
-    if num_rows in table:
-        return table[num_rows]
-    below = max((rows for rows in table if rows < num_rows), default=None)
-    above = min((rows for rows in table if rows > num_rows), default=None)
-    if below is None or (above is None and num_rows > 2 * below):
-        return None
-    if above is None:
-        return table[below] * (1 + _UNTRIED_ROW * (num_rows - below))
-    share = (num_rows - below) / (above - below)
-    return table[below] + share * (table[above] - table[below])
+    def widths(self, is_costly: bool) -> tuple[str, int] | None:
+        """The free or the costly source and how many of its tokens could be used; None for none."""
+        source, length = (self.costly, MAX_WIDTH) if is_costly else self.free or (None, 0)
+        length = min(length, self.limit, MAX_WIDTH)
+        return (source, length) if source is not None and length > 0 else None
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Which drafter to use for the next pass, and for how many tokens; no source and 0: a plain pass."""
+    """Which drafter to use for a sequence in the next pass, and for how many tokens; no source and 0: none."""
 
     source: str | None = None
     width: int = 0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What is drafted for each sequence of the next pass, and the speed expected of it against a plain pass."""
+
+    choices: tuple[Choice, ...] = ()
     gain: float = 1.0
+
+    @property
+    def width(self) -> int:
+        """Tokens drafted, all sequences together."""
+        return sum(choice.width for choice in self.choices)
+
+    @property
+    def sources(self) -> list[str]:
+        """The drafters used."""
+        return sorted({choice.source for choice in self.choices if choice.source is not None})
 
 
 class WidthPolicy:
-    """Picks drafter and width so that tokens a second are the most; one for all sequences of an engine.
+    """Picks drafters and widths so that tokens a second are the most; one for all sequences of an engine.
 
     The expected tokens of a pass come from acceptance, its cost from passes with as many rows, which includes the
     expert loads that extra rows cause: where the disk limits, a pass with two rows takes nearly twice as long, and the
-    width falls to zero. Untried widths are first taken to be cheap, so each is tried a few times.
+    width falls to zero. So it does where many sequences share a pass, for its rows already keep the processor busy.
+    Untried widths are first taken to be cheap, so each is tried a few times.
 
     Args:
         min_width: 1 keeps drafting even where it does not pay.
@@ -168,70 +86,123 @@ class WidthPolicy:
 
     def __init__(self, min_width: int = 0, fixed_width: int | None = None) -> None:
         self.acceptance = Acceptance()
-        self.times = PassTimes()
-        self.last = Choice()
+        self.last = Decision()
         self._min_width, self._fixed_width = min_width, fixed_width
-        self._draft_cost: dict[str, float] = {}
+        self._times: dict[int, PassTimes] = {}
+        self._num_sequences = 1
+        self._draft_s: dict[int, float] = {}
         self._probe_in = self._probe_every = _PROBE_EVERY
 
-    def drafted(self, source: str, width: int, seconds: float) -> None:
-        """Time that guessing took."""
-        if self.times.plain_s is not None:
-            cost = seconds / width / self.times.plain_s
-            self._draft_cost[source] = 0.9 * self._draft_cost.get(source, cost) + 0.1 * cost
+    def times(self, num_sequences: int) -> PassTimes:
+        """What passes over so many sequences cost."""
+        return self._times.setdefault(num_sequences, PassTimes(num_sequences))
 
-    def choose(self, free: Sequence[tuple[str, int]], costly: Sequence[str], limit: int) -> Choice:
-        """What to draft for the next pass.
+    @property
+    def wants_costly(self) -> bool:
+        """Whether a source that takes time pays as far as is known, so that what prepares it is worth doing."""
+        return self._probe_every == _PROBE_EVERY
 
-        Args:
-            free: sources whose draft is there already, with its length.
-            costly: sources that take time to draft, for any length.
-            limit: at most so many tokens.
-        """
-        offers = [(source, min(width, limit, MAX_WIDTH)) for source, width in free]
-        offers += [(source, min(limit, MAX_WIDTH)) for source in costly]
-        offers = [(source, width) for source, width in offers if width > 0]
-        self.last = self._choose(offers, set(costly))
+    def drafted(self, num_sequences: int, width: int, seconds: float) -> None:
+        """Time that guessing took, so many tokens for each of some sequences together."""
+        each = seconds / width
+        known = self._draft_s.get(num_sequences, each)
+        self._draft_s[num_sequences] = (1 - _NEW_SHARE) * known + _NEW_SHARE * each
+
+    def choose(self, offers: Sequence[Offer]) -> Decision:
+        """What to draft for the next pass, which has a row for each offer's sequence at least."""
+        self._num_sequences = len(offers)
+        self.last = self._choose(offers)
         return self.last
 
-    def _choose(self, offers: list[tuple[str, int]], costly: set[str]) -> Choice:
-        if not offers:
-            return Choice()
+    def _choose(self, offers: Sequence[Offer]) -> Decision:
+        plain = Decision((Choice(),) * len(offers))
+        if not any(offer.widths(False) or offer.widths(True) for offer in offers):
+            return plain
         if self._fixed_width is not None:
-            source, width = offers[0]
-            return Choice(source, min(width, self._fixed_width))
-        if self.times.age(1) > _PLAIN_EVERY:
-            return Choice()
+            found = [offer.widths(False) or offer.widths(True) or (None, 0) for offer in offers]
+            return Decision(tuple(Choice(source, min(width, self._fixed_width)) for source, width in found))
+        if self.times(len(offers)).plain_age > _PLAIN_EVERY:
+            return plain
         best = self._best(offers)
         if best.width and (best.gain >= MIN_GAIN or self._min_width):
-            if best.source in costly:
+            if any(offer.costly in best.sources for offer in offers):
                 self._probe_in = self._probe_every = _PROBE_EVERY
             return best
-        return self._probe([source for source, _ in offers if source in costly])
+        return self._probe(offers, plain)
 
-    def _best(self, offers: list[tuple[str, int]]) -> Choice:
-        table, best = self.times.table(), Choice(gain=0.0)
-        for source, max_width in offers:
-            tokens, chance, draft_cost = 1.0, 1.0, self._draft_cost.get(source, 0.0)
-            for width, rate in enumerate(self.acceptance.rates(source)[:max_width], start=1):
-                chance *= rate
-                cost = pass_cost(table, 1 + width) if width == 1 or chance > _MIN_CHANCE else None
+    def _best(self, offers: Sequence[Offer]) -> Decision:
+        times = self.times(len(offers))
+        table, plain_s, num = times.table(), times.plain_s, len(offers)
+        chances: dict[str, list[float]] = {}
+        best_gain, best_steps = 0.0, []
+        for sources in self._mixtures(offers, chances):
+            steps = sorted(
+                (-chance, depth, index)
+                for index, found in enumerate(sources)
+                if found is not None
+                for depth, chance in enumerate(chances[found[0]][: found[1]], start=1)
+                if depth == 1 or chance > _MIN_CHANCE
+            )
+            costly = [
+                found is not None and found[0] == offer.costly for found, offer in zip(sources, offers, strict=True)
+            ]
+            step_s = self._step_s(sum(costly)) / plain_s if any(costly) else 0.0
+            tokens, depth_guessed = float(num), 0
+            for num_extra, (chance, depth, index) in enumerate(steps, start=1):
+                tokens -= chance
+                if costly[index]:
+                    depth_guessed = max(depth_guessed, depth)
+                if coarse(num_extra) != num_extra and num_extra != len(steps):
+                    continue
+                cost = pass_cost(table, num + num_extra)
                 if cost is None:
                     break
-                tokens += chance
-                gain = tokens / (cost + width * draft_cost)
-                if gain > best.gain:
-                    best = Choice(source, width, gain)
-        return best
+                gain = tokens / num / (cost + depth_guessed * step_s)
+                if gain > best_gain:
+                    best_gain, best_steps, best_sources = gain, steps[:num_extra], sources
+        if not best_steps:
+            return Decision((Choice(),) * num, 0.0)
+        widths = [0] * num
+        for _, _, index in best_steps:
+            widths[index] += 1
+        return Decision(
+            tuple(Choice(best_sources[i][0], width) if width else Choice() for i, width in enumerate(widths)), best_gain
+        )
 
-    def _probe(self, costly: list[str]) -> Choice:
-        """Once in a while one token of a drafter that is off, to see whether that is still right."""
+    def _mixtures(
+        self, offers: Sequence[Offer], chances: dict[str, list[float]]
+    ) -> Iterator[list[tuple[str, int] | None]]:
+        """Ways to pick a source for each sequence: free ones alone, costly ones alone, for each the likelier one."""
+        for offer in offers:
+            for source in (offer.free and offer.free[0], offer.costly):
+                if source and source not in chances:
+                    chances[source] = self.acceptance.chances(source)
+        free, costly = ([offer.widths(is_costly) for offer in offers] for is_costly in (False, True))
+        if any(free):
+            yield free
+        if any(costly):
+            yield costly
+        if len(offers) > 1 and any(free) and any(costly):
+            yield [
+                max((f, c), key=lambda found: chances[found[0]][0]) if f and c else f or c
+                for f, c in zip(free, costly, strict=True)
+            ]
+
+    def _step_s(self, num_sequences: int) -> float:
+        """Seconds that guessing one token for each of so many sequences takes; of untried numbers, the next smaller."""
+        known = [num for num in sorted(self._draft_s) if num <= num_sequences]
+        return self._draft_s[known[-1]] if known else 0.0
+
+    def _probe(self, offers: Sequence[Offer], plain: Decision) -> Decision:
+        """Once in a while one token of a drafter that is off, for the sequence that is readiest."""
         self._probe_in -= 1
-        if self._probe_in > 0 or not costly:
-            return Choice()
+        able = [index for index, offer in enumerate(offers) if offer.widths(True)]
+        if self._probe_in > 0 or not able:
+            return plain
         self._probe_every = min(2 * self._probe_every, _PROBE_AT_MOST)
         self._probe_in = self._probe_every
-        return Choice(costly[0], 1)
+        chosen = min(able, key=lambda index: offers[index].backlog)
+        return Decision(tuple(Choice(offers[i].costly, 1) if i == chosen else Choice() for i in range(len(offers))))
 
     @property
     def warning(self) -> str | None:
@@ -248,36 +219,39 @@ class WidthPolicy:
     @property
     def summary(self) -> list[str]:
         """What was decided last and why, a line each, for people: none before anything was drafted or timed."""
-        table = self.times.table()
-        lines = []
+        times = self.times(self._num_sequences)
+        table, lines = times.table(), []
         if self.last.width:
+            each = f" for {self._num_sequences} answers" if self._num_sequences > 1 else ""
             lines.append(
-                f"speculation: {self.last.width} tokens by {self.last.source}, {self.last.gain:.2f} times plain"
+                f"speculation: {self.last.width} tokens by {' and '.join(self.last.sources)}{each}, "
+                f"{self.last.gain:.2f} times plain"
             )
         elif table:
             lines.append("speculation: off now, no drafts that pay")
         for source, depths in sorted(self.acceptance.counts.items()):
             shares = [f"{100 * depth.right / depth.tried:.0f} %" for depth in depths if depth.tried]
             lines.append(f"drafts by {source}: {', '.join(shares)} right by depth, {depths[0].tried} tried")
-        if self.times.plain_s is not None:
-            shown = ", ".join(f"{rows} cost {cost:.2f}" for rows, cost in table.items() if rows > 1)
-            lines.append(
-                f"a pass with one row takes {1e3 * self.times.plain_s:.1f} ms{shown and ' = 1; rows: '}{shown}"
-            )
+        if times.plain_s is not None:
+            shown = ", ".join(f"{rows} cost {cost:.2f}" for rows, cost in table.items() if rows > times.num_sequences)
+            rows = "one row" if times.num_sequences == 1 else f"{times.num_sequences} rows"
+            lines.append(f"a pass with {rows} takes {1e3 * times.plain_s:.1f} ms{shown and ' = 1; rows: '}{shown}")
         return lines + ([self.warning] if self.warning else [])
 
     def as_dict(self) -> dict:
         """The same for --json and metrics."""
+        times = self.times(self._num_sequences)
         return {
-            "source": self.last.source,
+            "sequences": self._num_sequences,
+            "sources": self.last.sources,
             "width": self.last.width,
             "gain": round(self.last.gain, 3),
             "drafts": {
                 source: {"tried": [depth.tried for depth in depths], "right": [depth.right for depth in depths]}
-                for source, depths in self.acceptance.counts.items()
+                for source, depths in sorted(self.acceptance.counts.items())
             },
-            "plain_pass_s": self.times.plain_s,
-            "pass_cost": {str(rows): round(cost, 3) for rows, cost in self.times.table().items()},
-            "draft_cost": {source: round(cost, 3) for source, cost in self._draft_cost.items()},
+            "plain_pass_s": times.plain_s,
+            "pass_cost": {str(rows): round(cost, 3) for rows, cost in times.table().items()},
+            "draft_s": round(self._step_s(self._num_sequences), 6),
             "warning": self.warning,
         }

@@ -8,6 +8,7 @@ from glm_gpu.batch import Batch
 from glm_gpu.model.mtp import MtpHead
 from glm_gpu.speculative import MtpDrafter
 from glm_gpu.speculative import mtp as mtp_module
+from glm_gpu.speculative.mtp import draft_together
 
 
 @pytest.fixture(scope="module")
@@ -165,3 +166,39 @@ def test_behind_a_beginning_that_was_skipped_it_drafts_from_the_rest(tiny_glm, l
     for drafter in (resumed, again):
         drafter.observe(ids[90:100], hidden[90:100])
     assert resumed.draft(ids[:101], 2) == again.draft(ids[90:101], 2)
+
+
+@pytest.mark.parametrize("shares_selection", [True, False])
+def test_drafts_of_several_sequences_in_one_pass_are_those_of_each_alone(tiny_glm, long_text, shares_selection):
+    ids, hidden = long_text
+    lengths, widths = (20, 90, 3, 41), (3, 1, 4, 2)
+    together, alone = ([new_drafter(tiny_glm, shares_selection) for _ in lengths] for _ in range(2))
+    for step in range(0, 6, 2):
+        for drafters in (together, alone):
+            for drafter, length in zip(drafters, lengths, strict=True):
+                start = length + step - 2 if step else 0
+                drafter.observe(ids[start : length + step], hidden[start : length + step])
+        turns = [(drafter, ids[: n + step + 1], w) for drafter, n, w in zip(together, lengths, widths, strict=True)]
+        drafts = draft_together(turns)
+        for drafter, other, (_, before, width), draft in zip(alone, together, turns, drafts, strict=True):
+            assert draft == drafter.draft(before, width)
+            assert_cache_is_fresh(other, tiny_glm, ids, hidden)
+
+
+def test_rows_that_nobody_wants_are_forgotten_and_drafts_go_on_from_the_latest(tiny_glm, long_text, monkeypatch):
+    ids, hidden = long_text
+    monkeypatch.setattr(mtp_module, "MAX_PENDING", 40)
+    monkeypatch.setattr(mtp_module, "_KEPT_PENDING", 16)
+    idle = new_drafter(tiny_glm)
+    idle.observe(ids[:30], hidden[:30])
+    idle.draft(ids[:31], 2)
+    idle.is_idle = True
+    for start in range(30, 75):
+        idle.observe(ids[start : start + 1], hidden[start : start + 1])
+        assert idle.num_pending < 40
+    assert idle.cache.length == 0 and idle.num_pending >= 16
+    fresh = new_drafter(tiny_glm)
+    first = 75 - idle.num_pending - 1
+    fresh.observe(ids[first:75], hidden[first:75])
+    assert idle.draft(ids[:76], 3) == fresh.draft(ids[first:76], 3)
+    assert idle.cut(72) == 71

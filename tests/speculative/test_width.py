@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from glm_gpu.speculative import MAX_WIDTH, WidthPolicy
-from glm_gpu.speculative.width import PassTimes, pass_cost
+from glm_gpu.speculative import MAX_WIDTH, Offer, WidthPolicy
+from glm_gpu.speculative.times import PassTimes, coarse, pass_cost
 
 # What a pass of some rows takes, with 1 for one row: everything in memory, half of the experts read, all of them.
 RESIDENT = {"base": 0.85, "row": 0.15}
@@ -28,8 +28,8 @@ class Run:
     def passes(self, num: int, mtp: float, ngram: float | None = None) -> "Run":
         """So many passes over text on which guesses are right with these chances; None: nothing repeats."""
         for _ in range(num):
-            free = [("ngram 4", MAX_WIDTH)] if ngram is not None else []
-            choice = self.policy.choose(free, ["mtp"], MAX_WIDTH)
+            free = ("ngram 4", MAX_WIDTH) if ngram is not None else None
+            (choice,) = self.policy.choose([Offer(MAX_WIDTH, free, "mtp")]).choices
             self.widths.append(choice.width)
             right = {source: self.rng.random(MAX_WIDTH) < p for source, p in (("mtp", mtp), ("ngram 4", ngram or 0))}
             num_right = 0
@@ -37,9 +37,9 @@ class Run:
                 num_right = int(np.cumprod(right[choice.source][: choice.width]).sum())
                 truth = right[choice.source][: num_right + 1].astype(int).tolist()
             seconds = (self.base + self.row * (1 + choice.width)) * self.rng.uniform(0.95, 1.05)
-            self.policy.times.observe(1 + choice.width, seconds)
+            self.policy.times(1).observe(1 + choice.width, seconds)
             if choice.source == "mtp":
-                self.policy.drafted("mtp", choice.width, self.draft * choice.width)
+                self.policy.drafted(1, choice.width, self.draft * choice.width)
                 seconds += self.draft * choice.width
                 self.policy.acceptance.observe("mtp", [1] * choice.width, truth)
             if ngram is not None:
@@ -91,10 +91,10 @@ def test_experts_that_become_resident_bring_the_width_back():
 
 def test_one_slow_pass_does_not_end_speculation():
     policy = WidthPolicy()
-    policy.times.observe(1, 1.0)
-    policy.times.observe(2, 50.0)
-    policy.times.observe(2, 1.1)
-    assert policy.choose([], ["mtp"], MAX_WIDTH).width >= 1
+    policy.times(1).observe(1, 1.0)
+    policy.times(1).observe(2, 50.0)
+    policy.times(1).observe(2, 1.1)
+    assert policy.choose([Offer(MAX_WIDTH, costly="mtp")]).width >= 1
 
 
 def test_untried_widths_are_approached_step_by_step():
@@ -129,15 +129,15 @@ def test_costs_stay_what_they_are_while_the_machine_slows_down_and_recovers():
 def test_a_named_drafter_always_drafts_and_off_never_does():
     run = Run(WidthPolicy(min_width=1), **DISK_BOUND).passes(300, 0.0)
     assert np.mean(np.array(run.widths) >= 1) > 0.96
-    assert WidthPolicy(min_width=1).choose([], [], 8).width == 0
+    assert WidthPolicy(min_width=1).choose([Offer(8)]).width == 0
 
 
 def test_limits_hold():
     policy = WidthPolicy(fixed_width=8)
-    assert policy.choose([("ngram 4", 5)], [], 3).width == 3
-    assert policy.choose([("ngram 4", 5)], [], 8).width == 5
-    assert policy.choose([], ["mtp"], 40).width == MAX_WIDTH
-    assert policy.choose([], ["mtp"], 0).width == 0
+    assert policy.choose([Offer(3, ("ngram 4", 5))]).width == 3
+    assert policy.choose([Offer(8, ("ngram 4", 5))]).width == 5
+    assert policy.choose([Offer(40, costly="mtp")]).width == MAX_WIDTH
+    assert policy.choose([Offer(0, costly="mtp")]).width == 0
 
 
 def test_implausible_acceptance_warns_and_plausible_does_not():
@@ -157,3 +157,84 @@ def test_decision_and_measurements_can_be_shown():
     shown = policy.as_dict()
     assert shown["width"] == policy.last.width and shown["drafts"]["mtp"]["tried"][0] > 100
     assert WidthPolicy().summary == []
+
+
+class ManyRun:
+    """Plays several sequences against a policy: a pass takes `base + row * rows`."""
+
+    def __init__(self, policy: WidthPolicy, num: int, base: float, row: float, draft: float = 0.05) -> None:
+        self.policy, self.num, self.base, self.row, self.draft = policy, num, base, row, draft
+        self.rng = np.random.default_rng(3)
+        self.tokens, self.seconds, self.widths = 0, 0.0, []
+
+    def passes(self, num_passes: int, chance: float) -> "ManyRun":
+        for _ in range(num_passes):
+            decision = self.policy.choose([Offer(MAX_WIDTH, costly="mtp")] * self.num)
+            widths = [choice.width for choice in decision.choices]
+            self.widths.append(sum(widths))
+            seconds = (self.base + self.row * (self.num + sum(widths))) * self.rng.uniform(0.95, 1.05)
+            self.policy.times(self.num).observe(self.num + sum(widths), seconds)
+            num_guessing = sum(width > 0 for width in widths)
+            if num_guessing:
+                self.policy.drafted(num_guessing, max(widths), self.draft * max(widths))
+                seconds += self.draft * max(widths)
+            for width in widths:
+                num_right = int(np.cumprod(self.rng.random(width) < chance).sum())
+                self.policy.acceptance.observe("mtp", [1] * width, ([1] * num_right + [0])[:width])
+                self.tokens += 1 + num_right
+            self.seconds += seconds
+        return self
+
+    @property
+    def gain(self) -> float:
+        return self.tokens / self.seconds * (self.base + self.row * self.num) / self.num
+
+
+@pytest.mark.parametrize("num", [2, 4, 8, 32])
+@pytest.mark.parametrize("row_share", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("chance", [0.02, 0.3, 0.7])
+def test_many_sequences_never_lose_three_percent(num, row_share, chance):
+    """`row_share`: how much of a plain pass over all of them grows with its rows."""
+    run = ManyRun(WidthPolicy(), num, 1 - row_share, row_share / num)
+    assert run.passes(2000, chance).gain > 0.97
+
+
+def test_many_sequences_gain_where_rows_are_cheap_and_stay_plain_where_rows_are_all_the_work():
+    assert ManyRun(WidthPolicy(), 4, 0.9, 0.1 / 4).passes(1000, 0.7).gain > 1.7
+    run = ManyRun(WidthPolicy(), 32, 0.05, 0.95 / 32).passes(600, 0.4)
+    assert np.mean(np.array(run.widths[300:]) == 0) > 0.97
+
+
+def test_the_likelier_source_of_each_sequence_is_used():
+    policy = WidthPolicy()
+    for _ in range(40):
+        policy.acceptance.observe("mtp", [1], [1])
+        policy.acceptance.observe("ngram 2", [1], [0])
+        policy.acceptance.observe("ngram 32", [1], [1])
+        policy.acceptance.observe("mtp", [1], [0])
+    for rows, seconds in ((3, 1.0), (6, 1.01), (12, 1.02)):
+        policy.times(3).observe(rows, seconds)
+    offers = [Offer(8, ("ngram 2", 8), "mtp"), Offer(8, ("ngram 32", 8), "mtp"), Offer(8, None, "mtp")]
+    decision = policy.choose(offers)
+    assert [choice.source for choice in decision.choices] == ["mtp", "ngram 32", "mtp"]
+    assert decision.choices[1].width > decision.choices[0].width
+
+
+def test_a_probe_asks_the_sequence_that_is_readiest():
+    policy = WidthPolicy()
+    for _ in range(60):
+        policy.acceptance.observe("mtp", [1], [0])
+    policy.times(2).observe(2, 1.0)
+    policy.times(2).observe(4, 2.0)
+    offers = [Offer(8, costly="mtp", backlog=9), Offer(8, costly="mtp", backlog=2)]
+    found = []
+    for _ in range(70):
+        found.append([choice.width for choice in policy.choose(offers).choices])
+        policy.times(2).observe(2, 1.0)
+    assert found.count([0, 1]) == 1 and found.count([0, 0]) == 69 and not policy.wants_costly
+
+
+def test_numbers_of_rows_are_counted_together_within_an_eighth():
+    assert [coarse(n) for n in range(9)] == list(range(9))
+    for n in range(9, 300):
+        assert abs(coarse(n) - n) <= n / 8 and coarse(coarse(n)) == coarse(n)
