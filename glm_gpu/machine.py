@@ -122,6 +122,16 @@ def anon_rss_bytes(root: Path = _ROOT) -> int | None:
     return _status_bytes(root, "RssAnon")
 
 
+def storage_bytes_read(pid: int | None = None, root: Path = _ROOT) -> int | None:
+    """Bytes that the disk has delivered for a process so far, page cache apart; None where /proc does not say.
+
+    Args:
+        pid: None for this process.
+    """
+    size = _fields(root / f"proc/{'self' if pid is None else pid}/io").get("read_bytes")
+    return int(size) if size else None
+
+
 def process_start(pid: int, root: Path = _ROOT) -> str | None:
     """What tells a running process from a later one of the same number; None when it does not run."""
     if not (root / "proc/self/stat").exists():

@@ -26,18 +26,21 @@ class ReadRate:
 
     Attributes:
         depth: reads in flight.
-        gb_s: median over the rounds, 10^9 bytes a second; `low` and `high` the extremes.
+        rates: of each round, 10^9 bytes a second; none where the mode was refused.
         cached_share: pages that the page cache held just before, over all rounds.
-        refused: why the mode does not work on this file system; the figures are then 0.
+        refused: why the mode does not work on this file system.
     """
 
     mode: ReadMode
     depth: int
-    gb_s: float
-    low: float
-    high: float
+    rates: tuple[float, ...]
     cached_share: float
     refused: str | None = None
+
+    @property
+    def gb_s(self) -> float:
+        """The median round; 0 without any."""
+        return statistics.median(self.rates) if self.rates else 0.0
 
     @property
     def is_disk(self) -> bool:
@@ -80,8 +83,8 @@ def _row(runs: Sequence[Run], mode: ReadMode, depth: int, seconds: float) -> Rea
         try:
             rates.append(read_rate(order, mode, depth, seconds))
         except OSError as error:
-            return ReadRate(mode, depth, 0.0, 0.0, 0.0, shares[0], refused=error.strerror)
-    return ReadRate(mode, depth, statistics.median(rates), min(rates), max(rates), statistics.mean(shares))
+            return ReadRate(mode, depth, (), shares[0], refused=error.strerror)
+    return ReadRate(mode, depth, tuple(rates), statistics.mean(shares))
 
 
 def read_rate(order: Sequence[Run], mode: ReadMode, depth: int, seconds: float) -> float:

@@ -14,12 +14,12 @@ from glm_gpu import cli
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 BEGIN, END = "<!-- reference: written by tools/update_readme.py -->\n", "<!-- end of reference -->\n"
-# Each command as its words: "run", or "bench io" for one of a group.
-COMMANDS = [command.callback.__name__ for command in cli.app.registered_commands] + [
-    f"{group.name} {command.callback.__name__}"
-    for group in cli.app.registered_groups
-    for command in group.typer_instance.registered_commands
-]
+# Each command as its words: "run", or "bench io" for one of a group; a group that does something alone comes before.
+COMMANDS = [command.callback.__name__ for command in cli.app.registered_commands]
+for group in cli.app.registered_groups:
+    own = group.typer_instance.registered_callback
+    COMMANDS += [group.name] if own is not None and own.invoke_without_command else []
+    COMMANDS += [f"{group.name} {command.callback.__name__}" for command in group.typer_instance.registered_commands]
 
 
 def reference() -> str:

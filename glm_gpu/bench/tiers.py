@@ -1,0 +1,206 @@
+"""`glm-gpu bench tiers`: the same tokens with less and less memory for experts, against the disk and the best policy.
+
+Experts are read past the page cache. Beside each budget the disk is measured, experts at random as in `bench io`: the
+limit of a row is what the bytes that its tokens read take at that rate, or memory's where nothing is read. The hit rate
+is held against the optimum that knows the future, replayed on the recorded routing.
+"""
+
+import resource
+import statistics
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from glm_gpu.batch import Batch
+from glm_gpu.bench.decode import bytes_per_token, filled, step_seconds
+from glm_gpu.bench.measurement import Limit, Part, model_part, seconds
+from glm_gpu.bench.reads import expert_runs, shard_bytes
+from glm_gpu.cache import KVCache
+from glm_gpu.engine import Engine
+from glm_gpu.errors import CapacityError
+from glm_gpu.kernels.limits import read_bytes_s
+from glm_gpu.machine import anon_rss_bytes
+from glm_gpu.opening import EngineOptions
+from glm_gpu.tiers.files import Run
+from glm_gpu.tiers.read_bench import read_rate
+from glm_gpu.tiers.replay import Clairvoyant
+from glm_gpu.tiers.replay import replay as replay_trace
+from glm_gpu.tiers.sizes import model_sizes
+from glm_gpu.tiers.trace import read_trace
+from glm_gpu.units import format_bytes
+
+SHARES = (0.5, 0.25, 0.125)
+REPEATS, TOKENS, WARM_TOKENS, READ_THREADS = 3, 12, 8, 4
+MEMORY_BYTES = 1 << 30
+# Beside the plan's bytes the limit counts what is reserved and never touched: stacks of threads, allocator arenas.
+LIMIT_SLACK = 512 << 20
+
+
+@dataclass(frozen=True)
+class Rung:
+    """What decoding with one budget came to, median over the repeats where there are several.
+
+    Attributes:
+        step_s: seconds a token, of each repeat.
+        read_bytes: bytes read a token.
+        wait_s: seconds a token that a pass stood still for reads.
+        hit_rate, best_hit_rate: of the whole run, and of the optimum on it.
+        disk_gb_s: the disk's own, just before each repeat.
+        refused: why the file system refuses reads past its cache; `disk_gb_s` is then memory's.
+    """
+
+    step_s: list[float]
+    read_bytes: float
+    wait_s: float
+    hit_rate: float
+    best_hit_rate: float
+    disk_gb_s: float
+    refused: str | None
+
+
+def measure_tiers(path: Path, threads: int | None = None, is_quick: bool = False) -> Part:
+    """The ladder of budgets, and whether a budget of a quarter is kept.
+
+    Raises:
+        CapacityError, CheckpointError, UnsupportedModelError, RequestError: as opening the model does, or experts do
+            not lie in runs.
+    """
+    repeats, shares, num_tokens = (2, SHARES[1:2], 4) if is_quick else (REPEATS, SHARES, TOKENS)
+    part, runs = model_part("tiers", path), expert_runs(path)
+    with filled(path, threads, 64) as (engine, note):
+        touched = bytes_per_token(model_sizes(engine.checkpoint, EngineOptions().recipe, False))
+        bandwidth = read_bytes_s(MEMORY_BYTES)
+        steps = [statistics.mean(step_seconds(engine, 0, num_tokens, seed)) for seed in range(repeats)]
+        most = sum(engine.plan.num_slots.values()) / len(runs)
+    resident_s = None
+    if note is None:
+        resident_s = statistics.median(steps)
+        limit = Limit(bandwidth / touched, f"memory read at {bandwidth / 1e9:.1f} GB/s")
+        part.add("all experts in memory", (1 / s for s in steps), "tok/s", limit, share_of_experts=1.0,
+                 hit_rate=1.0, best_hit_rate=1.0, read_bytes_per_token=0.0)  # fmt: skip
+    else:
+        part.notes.append(note)
+    for share in (share for share in ([most] if note else []) + list(shares) if share <= most):
+        slots = max(1, int(share * len(runs)))
+        options = EngineOptions(threads=threads, context=64, speculate="off", read="direct", expert_slots=slots)
+        rung = climb(path, options, runs, repeats, num_tokens)
+        _add_rung(part, f"{share:.3g} of the experts in memory", rung, resident_s, share)
+    _add_budget(part, path, threads, runs, repeats, num_tokens, resident_s)
+    return part
+
+
+def climb(path: Path, options: EngineOptions, runs: list[Run], repeats: int, num_tokens: int) -> Rung:
+    """Decode with a budget."""
+    steps, reads, waits, disk, refused = [], [], [], [], None
+    rng = np.random.default_rng(0)
+    order = [runs[n] for n in rng.permutation(len(runs))]
+    with tempfile.TemporaryDirectory() as folder:
+        trace = Path(folder) / "trace"
+        with Engine.open(path, replace(options, trace=trace)) as engine:
+            store = engine.store
+            cache = engine.model.new_cache(WARM_TOKENS + repeats * num_tokens, is_bf16=True)
+            decode(engine, cache, rng, WARM_TOKENS)  # the background reads of the start
+            for _ in range(repeats):
+                try:
+                    disk.append(read_rate(order, "direct", options.read_threads, 0.5))
+                except OSError as error:
+                    refused = error.strerror
+                    disk.append(read_rate(order, "buffered", options.read_threads, 0.5))
+                bytes_before, wait_before = store.files.bytes_read, store.counters.wait_s
+                steps.append(seconds(lambda: decode(engine, cache, rng, num_tokens)) / num_tokens)
+                reads.append((store.files.bytes_read - bytes_before) / num_tokens)
+                waits.append((store.counters.wait_s - wait_before) / num_tokens)
+            capacity = sum(num * size for size, num in engine.plan.num_slots.items())
+            hit_rate = store.counters.phases["decode"].hit_rate
+        recorded = read_trace(trace)
+        best = replay_trace(recorded, Clairvoyant(recorded), capacity).hit_rate("decode")
+    medians = (statistics.median(values) for values in (reads, waits))
+    return Rung(steps, *medians, hit_rate, best, statistics.median(disk), refused)
+
+
+def decode(engine: Engine, cache: KVCache, rng: np.random.Generator, num_tokens: int) -> None:
+    """Run random tokens one by one behind what the cache holds."""
+    for token in rng.integers(0, engine.config.vocab_size, num_tokens):
+        engine.model.forward(Batch.of([([int(token)], cache)], "decode"))
+
+
+def _add_rung(part: Part, name: str, rung: Rung, resident_s: float | None, share: float) -> None:
+    """The limit: what reading a token's bytes takes at the disk's own rate, beside all of its computing."""
+    step_s = statistics.median(rung.step_s)
+    reading_s = rung.read_bytes / rung.disk_gb_s / 1e9
+    limit, more = None, {}
+    if rung.refused is None:
+        limit = Limit(1 / max(reading_s, resident_s or 0), f"disk at {rung.disk_gb_s:.2f} GB/s, or computing")
+    elif not any("page cache" in note for note in part.notes):
+        part.notes.append(f"reads past the page cache are refused here ({rung.refused}): no row tells about the disk")
+    if resident_s:
+        # computing and reading one after the other would take so long; what was saved was done at once
+        hidden = (resident_s + reading_s - step_s) / resident_s
+        more["computing_hidden"] = max(0.0, min(1.0, hidden))
+    part.add(
+        name, (1 / s for s in rung.step_s), "tok/s", limit,
+        share_of_experts=share, hit_rate=rung.hit_rate, best_hit_rate=rung.best_hit_rate,
+        read_bytes_per_token=rung.read_bytes, read_gb_s=rung.read_bytes / step_s / 1e9, disk_gb_s=rung.disk_gb_s,
+        wait_share=rung.wait_s / step_s, is_disk=rung.refused is None, **more,
+    )  # fmt: skip
+
+
+def _add_budget(
+    part: Part,
+    path: Path,
+    threads: int | None,
+    runs: list[Run],
+    repeats: int,
+    num_tokens: int,
+    resident_s: float | None,
+) -> None:
+    """Decode with `--ram` at a quarter of the model, while the system forbids this process to hold much more."""
+    total = shard_bytes(path)
+    ram = total // 4
+    options = EngineOptions(threads=threads, context=64, speculate="off", read="direct", ram=ram)
+    try:
+        with data_limit(ram + LIMIT_SLACK), PeakMemory() as memory:
+            rung = climb(path, options, runs, repeats, num_tokens)
+    except CapacityError as error:
+        part.notes.append(f"no row for a quarter of the memory: {error}")
+        return
+    _add_rung(part, f"--ram {format_bytes(ram)}, a quarter of the model", rung, resident_s, 0.25)
+    part.rows[-1].more.update(ram_bytes=ram, container_bytes=total, peak_anonymous_bytes=memory.peak_bytes)
+    part.notes.append(f"with --ram {format_bytes(ram)} the process held {format_bytes(memory.peak_bytes)} at most")
+
+
+@contextmanager
+def data_limit(num_bytes: int) -> Iterator[None]:
+    """Lets the system refuse private memory beyond so many bytes, for as long as the `with` lasts."""
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+class PeakMemory:
+    """Samples this process's anonymous memory inside a `with`."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._is_stopped = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> "PeakMemory":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._is_stopped.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._is_stopped.wait(0.002):
+            self.peak_bytes = max(self.peak_bytes, anon_rss_bytes() or 0)
