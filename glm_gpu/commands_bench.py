@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 PARTS = ("io", "kernels", "decode", "prefill", "tiers", "serve")
 
-bench = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
+bench = typer.Typer(rich_markup_mode=None)
 
 Model = Annotated[
     Path | None,
@@ -44,7 +44,7 @@ def register(app: typer.Typer) -> None:
     for command in (io, kernels, decode, prefill, tiers, serve):
         words = example if command is not kernels else "Example: glm-gpu bench {}"
         bench.command(epilog=words.format(command.__name__))(command)
-    bench.callback(epilog="Example: glm-gpu bench --disk /mnt/models")(everything)
+    bench.callback(invoke_without_command=True, epilog="Example: glm-gpu bench --disk /mnt/models")(everything)
     app.add_typer(bench, name="bench")
 
 
