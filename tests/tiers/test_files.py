@@ -39,7 +39,7 @@ def expected(demo_checkpoint, open_files) -> np.ndarray:
 
 @pytest.mark.parametrize("mode", ["direct", "buffered"])
 def test_every_expert_of_the_demo_is_one_run_and_one_read(demo_checkpoint, open_files, expected, mode):
-    """C31: explicit reads of whole experts, not page faults. `glm-gpu bench tiers` holds their rate against the disk's."""
+    """C31: explicit reads of whole experts, no page faults. `glm-gpu bench tiers` holds their rate against the disk."""
     reads = []
 
     def preadv(descriptor, buffers, offset):
