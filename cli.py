@@ -18,6 +18,7 @@ from glm_gpu import options as opt
 from glm_gpu.errors import GlmGpuError, RequestError
 
 if TYPE_CHECKING:
+    from glm_gpu.answer import GenerationStats
     from glm_gpu.engine import Engine
     from glm_gpu.grammar import Grammar
     from glm_gpu.speculative import SpeculateMode
@@ -88,6 +89,7 @@ def run(
     grammar: opt.GrammarFile = None,
     save: opt.Save = None,
     resume: opt.Resume = None,
+    profile: opt.Profile = False,
     as_json: opt.Json = False,
 ) -> None:
     """Continue a text, token by token as they come.
@@ -105,7 +107,7 @@ def run(
         text, ids = None, []
     else:
         text, ids = _one_source(prompt, prompt_ids, "a prompt", model)
-    with _open(model, needs_text=ids is None, speculate=speculate) as engine:
+    with _open(model, needs_text=ids is None, speculate=speculate) as engine, _timed(engine, profile) as phases:
         ids = engine.tokenizer.encode(text) if ids is None else ids
         session, stream = engine.session(), engine.tokenizer and engine.tokenizer.stream()
         if resume is not None:
@@ -123,13 +125,17 @@ def run(
         pieces.append(stream.finish() if stream else "")
         if save is not None:
             save_session(save, engine, session, ids + new_ids)
+        times = _times(phases, session.last)
         if as_json:
-            report.document(report.run_document(session.last, new_ids, "".join(pieces) if stream else None, engine))
+            found = report.run_document(session.last, new_ids, "".join(pieces) if stream else None, engine)
+            report.document(found | ({"profile": times} if profile else {}))
             return
         report.stream(pieces[-1] + "\n")
         report.note(report.closing_line(session.last))
         if warning := engine.speculation.warning:
             report.note(warning)
+        if profile:
+            report.note(report.profile_text(times))
 
 
 @app.command(epilog="Example: glm-gpu chat --temperature 0.7 --seed 1")
@@ -225,6 +231,27 @@ def _open(model: opt.ModelOptions, needs_text: bool, speculate: "SpeculateMode" 
         engine = Engine.open(path, options)
     with engine, publisher(engine, opt.state_folder()):
         yield engine
+
+
+@contextmanager
+def _timed(engine: "Engine", is_wanted: bool) -> Iterator[dict]:
+    """What the passes inside the `with` took, by phase; nothing unless it is wanted."""
+    if not is_wanted:
+        yield {}
+        return
+    from glm_gpu.pass_profile import profiled
+
+    with profiled(engine) as phases:
+        yield phases
+
+
+def _times(phases: dict, stats: "GenerationStats") -> dict:
+    """The document of what `_timed` found; empty when it was not wanted."""
+    if not phases:
+        return {}
+    from glm_gpu.pass_profile import profile_document
+
+    return profile_document(phases, stats)
 
 
 def _check_sampling(sampling: opt.SamplingOptions) -> None:

@@ -60,6 +60,7 @@ Save = Annotated[
     Path | None, typer.Option("--save", help="Keep the text and its cache in a file, to go on later.", metavar="FILE")
 ]
 Resume = Annotated[Path | None, typer.Option("--resume", help="Go on from a file that --save made.", metavar="FILE")]
+Profile = Annotated[bool, option("--profile", "Tell where the time went, part by part.")]
 Talk = Annotated[
     Path | None,
     typer.Option("--resume", help="Go on from this file if it is there, and keep the chat in it.", metavar="FILE"),

@@ -100,6 +100,19 @@ def run_document(stats: Any, ids: list[int], text: str | None, engine: Any) -> d
     }
 
 
+def profile_text(document: dict) -> str:
+    """Where an answer's time went, from `pass_profile.profile_document`."""
+    lines = []
+    for name, phase in document.items():
+        tokens, wall_s = phase["tokens"], phase["wall_s"]
+        lines.append(f"{name}: {tokens} tokens in {phase['passes']} passes, {wall_s:.3f} s")
+        width = max(len(line) for line in phase["seconds"])
+        for line, line_s in phase["seconds"].items():
+            per_token = f"{1e3 * line_s / tokens:9.3f} ms a token"
+            lines.append(f"  {line:<{width}}  {line_s / wall_s:6.1%}  {per_token}")
+    return "\n".join(lines)
+
+
 def chat_stats(session: Any, engine: Any, num_messages: int) -> str:
     """What /stats shows: the last answer, the context, speculation, the tiers."""
     lines = [closing_line(session.last)] if session.last else []

@@ -20,6 +20,7 @@ from glm_gpu.config import ModelConfig
 from glm_gpu.engine import Engine
 from glm_gpu.kernels.limits import integer_multiply_adds_s, read_bytes_s
 from glm_gpu.opening import EngineOptions
+from glm_gpu.pass_profile import profiled
 from glm_gpu.recipe import tensor_class
 from glm_gpu.tensors import expected_tensors
 from glm_gpu.tiers.sizes import ModelSizes, model_sizes
@@ -53,7 +54,8 @@ def measure_decode(path: Path, threads: int | None = None, is_quick: bool = Fals
             limit = Limit(bandwidth / touched, f"memory read at {bandwidth / 1e9:.1f} GB/s")
             name = "decode, empty context" if length == 0 else f"decode at {length} positions"
             part.add(name, (1 / step for step in steps), "tok/s", limit,
-                     bytes_per_token=touched, memory_gb_s=bandwidth / 1e9)  # fmt: skip
+                     bytes_per_token=touched, memory_gb_s=bandwidth / 1e9,
+                     **_shares(engine, length, num_steps))  # fmt: skip
         part.notes += [note] if note else []
         part.notes.append("the limit counts bytes of weights only; the cache of a long context comes on top")
     return part
@@ -81,6 +83,15 @@ def measure_prefill(path: Path, threads: int | None = None, is_quick: bool = Fal
         part.notes += [note] if note else []
         part.notes.append("the limit counts products with weights only; attention's come on top")
     return part
+
+
+def _shares(engine: Engine, length: int, num_steps: int) -> dict:
+    """What part of a step is which; from steps of their own, since looking costs a little."""
+    with profiled(engine) as phases:
+        step_seconds(engine, length, num_steps, seed=1)
+    phase = phases["decode"]
+    shares = {name: line_s / phase.pass_s for name, line_s in phase.lines(phase.pass_s).items()}
+    return {"python_share": phase.python_s / phase.pass_s, "shares": shares}
 
 
 @contextmanager

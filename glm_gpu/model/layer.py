@@ -45,9 +45,10 @@ def decoder_layer(
             h, weights.attention, config, batch, cache_layer, rope, selections, numerics
         )
         x = x + attended
-        if probe is not None:
-            for selection in selections:
-                probe("selection", layer, _positions(selection))
+    if probe is not None:
+        probe("attended", layer, x)
+        for selection in selections or ():
+            probe("selection", layer, _positions(selection))
     if upcoming is not None and isinstance(upcoming[1].mlp, MoeWeights) and store.wants_prefetch(upcoming[0], len(x)):
         following, next_weights = upcoming
         guess = guess_experts(x, next_weights.post_attention_norm, next_weights.mlp, config)
