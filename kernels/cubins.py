@@ -40,7 +40,7 @@ class Specialization:
     Attributes:
         kernel: the function and its schedule.
         types: run-time arguments in order: (name, Triton type such as "*bf16" or "i32").
-        aligned: names of the pointers that are multiples of 16 bytes, which the code relies on.
+        aligned: names of the pointers and offsets that are multiples of 16 bytes, which the code relies on.
         constants: compile-time arguments: (name, value).
     """
 

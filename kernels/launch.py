@@ -31,7 +31,7 @@ def describe(
 ) -> tuple[Specialization, tuple[Any, ...]]:
     """How a kernel must be compiled to be launched with these arguments, and the arguments as CuPy takes them.
 
-    A pointer is promised to be a multiple of 16 bytes if it is one: no promise can be false.
+    A pointer or i64 (an offset in bytes) is promised to be a multiple of 16 if it is one: no promise can be false.
     """
     types, aligned, values = [], [], []
     for name, value in arguments.items():
@@ -41,6 +41,8 @@ def describe(
         elif isinstance(value, np.int64):
             types.append((name, "i64"))
             values.append(value)
+            if value % 16 == 0:
+                aligned.append(name)
         elif isinstance(value, int):
             types.append((name, "i32"))
             values.append(np.int32(value))

@@ -10,7 +10,7 @@ from glm_gpu.kernels.gpu.arrays import Array, Kernel, Launcher
 from glm_gpu.kernels.gpu.norm import power_of_two
 from glm_gpu.kernels.gpu.product import tiles
 
-_ATTEND = Kernel("attention", "attend_kernel", num_stages=2)
+_ATTEND = Kernel("attention", "attend_kernel", num_warps=8, num_stages=2)
 _MERGE = Kernel("attention", "merge_kernel")
 
 CHUNK = 256
@@ -21,6 +21,7 @@ def parts_shape(num_rows: int, num_heads: int, max_count: int, value_width: int)
     """Shape of the workspace `parts`: each chunk's maximum and sum, then its values.
 
     Args:
+        num_rows: rows of a pass; with fewer the pass is attended in slices of so many rows, to the same bits.
         max_count: the largest number of positions that a row attends to.
         value_width: R of latent attention, the width of a value head otherwise.
     """
@@ -120,13 +121,13 @@ def _attend(
     is_latent,
 ):
     num_rows, num_heads, width = q.shape
-    num_chunks = parts.shape[2]
+    slice_rows, _, num_chunks, _ = parts.shape
     share = num_heads // num_kv_heads
     assert share * num_kv_heads == num_heads, (q.shape, num_kv_heads)
-    assert parts.shape == (num_rows, num_heads, num_chunks, value_width + 2), (parts.shape, q.shape, value_width)
+    assert parts.shape == (slice_rows, num_heads, num_chunks, value_width + 2), (parts.shape, q.shape, value_width)
     assert out.shape == (num_rows, num_heads, value_width), (out.shape, q.shape)
     rest = width - value_width if is_latent else 0
-    arguments = {
+    inputs = {
         "q_ptr": q,
         "caches_ptr": caches,
         "rows_ptr": rows,
@@ -138,30 +139,27 @@ def _attend(
         "max_rows": 0 if rows is None else rows.shape[1],
         "num_chunks": num_chunks,
     }
-    constants = {
-        "NUM_HEADS": num_heads,
+    merged = {"parts_ptr": parts, "counts_ptr": counts, "out_ptr": out, "num_chunks": num_chunks}
+    common = {"NUM_HEADS": num_heads, "VALUE": value_width, "CHUNK": CHUNK, "IS_LATENT": is_latent}
+    constants = common | {
         "SHARE": share,
         "WIDTH": width,
-        "VALUE": value_width,
         "REST": rest,
         "CACHE_WIDTH": width * num_kv_heads,
         "BLOCK_VALUE": max(16, power_of_two(value_width)),
         "BLOCK_REST": max(16, power_of_two(rest)),
         "BLOCK_H": BLOCK_HEADS,
         "BLOCK_S": 32,
-        "CHUNK": CHUNK,
-        "IS_LATENT": is_latent,
         "IS_SPARSE": rows is not None,
         "CACHE": cache_dtype,
     }
-    grid = num_chunks, num_kv_heads * tiles(share, BLOCK_HEADS), num_rows
-    launcher.launch(_ATTEND, grid, arguments, constants)
-    arguments = {"parts_ptr": parts, "counts_ptr": counts, "out_ptr": out, "num_chunks": num_chunks}
-    constants = {
-        "NUM_HEADS": num_heads,
-        "VALUE": value_width,
-        "BLOCK_VALUE": power_of_two(value_width),
-        "CHUNK": CHUNK,
-        "IS_LATENT": is_latent,
-    }
-    launcher.launch(_MERGE, (num_heads, num_rows), arguments, constants)
+    head_tiles = num_kv_heads * tiles(share, BLOCK_HEADS)
+    for first in range(0, num_rows, slice_rows):
+        count = min(slice_rows, num_rows - first)
+        launcher.launch(_ATTEND, (num_chunks, head_tiles, count), inputs | {"first_row": first}, constants)
+        launcher.launch(
+            _MERGE,
+            (num_heads, count),
+            merged | {"first_row": first},
+            common | {"BLOCK_VALUE": power_of_two(value_width)},
+        )

@@ -5,18 +5,20 @@ memory, or in pinned host memory that it can read), or 0. Tiles of an expert who
 may compute what is resident first and the rest, with another table, when it has arrived; `combine` comes last.
 """
 
+import math
+
 from glm_gpu.kernels.gpu.arrays import Array, DeviceMatrix, Kernel, Launcher
 from glm_gpu.kernels.gpu.norm import power_of_two
-from glm_gpu.kernels.gpu.product import BLOCK_M, product_constants, tiles, words
+from glm_gpu.kernels.gpu.product import BLOCK_M, BLOCK_N, NUM_STAGES, NUM_WARPS, product_constants, tiles, words
 from glm_gpu.slab import SlabLayout
 
 _PLAN_SMALL = Kernel("plan", "plan_small_kernel")
 _RANK = Kernel("plan", "rank_kernel")
 _PLACE = Kernel("plan", "place_kernel")
 _GATHER = Kernel("plan", "gather_kernel")
-_HIDDEN = Kernel("experts", "expert_hidden_kernel", num_stages=4)
-_OUTPUT = Kernel("experts", "expert_output_kernel", num_stages=4)
-_MLP_HIDDEN = Kernel("experts", "mlp_hidden_kernel", num_stages=4)
+_HIDDEN = Kernel("experts", "expert_hidden_kernel", NUM_WARPS, NUM_STAGES)
+_OUTPUT = Kernel("experts", "expert_output_kernel", NUM_WARPS, NUM_STAGES)
+_MLP_HIDDEN = Kernel("experts", "mlp_hidden_kernel", NUM_WARPS, NUM_STAGES)
 _COMBINE = Kernel("experts", "combine_kernel")
 
 # Up to so many (token, choice) pairs one small kernel makes the whole plan.
@@ -88,9 +90,9 @@ def expert_hidden(
         "pairs_ptr": pairs,
         "hidden_ptr": hidden,
     }
-    constants = product_constants(layout.format, layout.shape("gate")) | _slab_constants(layout, ("gate", "up"))
+    constants = product_constants(layout.format, layout.hidden) | _slab_constants(layout, ("gate", "up"))
     constants |= {"N": layout.width, "EXPERTS_PER_TOK": experts_per_tok}
-    grid = tiles(layout.width, constants["BLOCK_N"]), tile_experts.shape[0]
+    grid = tiles(layout.width, BLOCK_N), tile_experts.shape[0]
     launcher.launch(_HIDDEN, grid, arguments, constants)
 
 
@@ -118,25 +120,23 @@ def expert_output(
         "pairs_ptr": pairs,
         "outputs_ptr": outputs,
     }
-    constants = product_constants(layout.format, layout.shape("down")) | _slab_constants(layout, ("down",))
+    constants = product_constants(layout.format, layout.width) | _slab_constants(layout, ("down",))
     constants |= {"N": layout.hidden}
-    grid = tiles(layout.hidden, constants["BLOCK_N"]), tile_experts.shape[0]
+    grid = tiles(layout.hidden, BLOCK_N), tile_experts.shape[0]
     launcher.launch(_OUTPUT, grid, arguments, constants)
 
 
-def _slab_constants(layout: SlabLayout, roles: tuple[str, ...]) -> dict:
-    """Byte offsets of matrices in a slab, and what they promise: a slab begins at a multiple of 16 bytes at least."""
-    parts = {role.upper(): layout.parts[role][0] for role in roles}
+def _slab_constants(layout: SlabLayout, roles: tuple[str, ...]) -> dict[str, int | str]:
+    """Byte offsets of matrices in a slab, and the alignment that they all have; slabs begin at multiples of 16."""
+    offsets = {role.upper(): layout.parts[role][0] for role in roles}
     if layout.format.is_packed:
-        parts |= {f"{role.upper()}_SCALES": layout.parts[f"{role}.qs"][0] for role in roles}
+        offsets |= {f"{role.upper()}_SCALES": layout.parts[f"{role}.qs"][0] for role in roles}
     else:
-        parts |= {f"{role.upper()}_SCALES": 0 for role in roles}
-    scale_bytes = layout.scale_dtype.itemsize
-    assert all(offset % scale_bytes == 0 for offset in parts.values()), f"scales of {layout} lie between items"
-    return parts | {
-        "ALIGNMENT": min((offset & -offset for offset in parts.values() if offset), default=16) if parts else 16,
-        "SCALE": "f16" if scale_bytes == 2 else "f32",
-    }
+        offsets |= {f"{role.upper()}_SCALES": 0 for role in roles}
+    alignment = math.gcd(16, *offsets.values())
+    needed = max(layout.scale_dtype.itemsize, layout.format.bits // 2)  # of a scale, and of a word of four weights
+    assert alignment % needed == 0, f"parts of {layout} lie at multiples of {alignment} bytes, expected {needed}"
+    return offsets | {"ALIGNMENT": alignment, "SCALE": "f16" if layout.scale_dtype.itemsize == 2 else "f32"}
 
 
 def mlp_hidden(launcher: Launcher, x: Array, gate: DeviceMatrix, up: DeviceMatrix, hidden: Array) -> None:
@@ -159,8 +159,8 @@ def mlp_hidden(launcher: Launcher, x: Array, gate: DeviceMatrix, up: DeviceMatri
         "hidden_ptr": hidden,
         "num_rows": num_rows,
     }
-    constants = product_constants(gate.format, gate.shape) | {"N": gate.shape[0]}
-    launcher.launch(_MLP_HIDDEN, (tiles(gate.shape[0], constants["BLOCK_N"]), tiles(num_rows)), arguments, constants)
+    constants = product_constants(gate.format, gate.shape[1]) | {"N": gate.shape[0]}
+    launcher.launch(_MLP_HIDDEN, (tiles(gate.shape[0], BLOCK_N), tiles(num_rows)), arguments, constants)
 
 
 def combine(launcher: Launcher, outputs: Array, weights: Array, add: Array, out: Array) -> None:

@@ -1,9 +1,9 @@
 """Products of activations with weights in their stored form."""
 
 from glm_gpu.kernels.gpu.arrays import Array, DeviceMatrix, Kernel, Launcher
-from glm_gpu.kernels.gpu.product import BLOCK_M, product_constants, tiles, words
+from glm_gpu.kernels.gpu.product import BLOCK_M, BLOCK_N, NUM_STAGES, NUM_WARPS, product_constants, tiles, words
 
-_PROJECT = Kernel("projection", "project_kernel", num_stages=4)
+_PROJECT = Kernel("projection", "project_kernel", NUM_WARPS, NUM_STAGES)
 _ABSORB = Kernel("projection", "absorb_kernel")
 _EMBED = Kernel("projection", "embed_kernel")
 
@@ -57,7 +57,7 @@ def _project(launcher, x, w, out, add, is_split, num_rows, num_batches, first_ro
         "out_ptr": out,
         "num_rows": num_rows,
     }
-    constants = product_constants(w.format, (num_outputs, w.shape[1])) | {
+    constants = product_constants(w.format, w.shape[1]) | {
         "N": num_outputs,
         "NUM_BATCHES": num_batches,
         "FIRST_ROW": first_row,
@@ -65,7 +65,7 @@ def _project(launcher, x, w, out, add, is_split, num_rows, num_batches, first_ro
         "HAS_ADD": add is not None,
         "IS_SPLIT": is_split,
     }
-    grid = tiles(num_outputs, constants["BLOCK_N"]), tiles(num_rows), num_batches
+    grid = tiles(num_outputs, BLOCK_N), tiles(num_rows), num_batches
     launcher.launch(_PROJECT, grid, arguments, constants)
 
 

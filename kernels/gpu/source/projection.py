@@ -1,0 +1,153 @@
+"""Projections, the absorbed products of latent attention, and embeddings."""
+
+import triton
+import triton.language as tl
+
+from glm_gpu.kernels.gpu.source.product import product, split_columns, unpack
+
+
+@triton.jit
+def project_kernel(
+    x_ptr,
+    w_ptr,
+    s_ptr,
+    add_ptr,
+    out_ptr,
+    num_rows,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UNROLL: tl.constexpr,
+    NUM_BATCHES: tl.constexpr,
+    FIRST_ROW: tl.constexpr,
+    ROWS_PER_BATCH: tl.constexpr,
+    HAS_ADD: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+):
+    """One tile of x @ w.T: batch b reads columns [b K, b K + K) of x and N weight rows from b ROWS_PER_BATCH on."""
+    batch = tl.program_id(2)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    # Rows and outputs past the end repeat the last one: loads need no mask, and their results are not stored.
+    x_row = tl.minimum(row, num_rows - 1).to(tl.int64)
+    w_row = (batch * ROWS_PER_BATCH + FIRST_ROW + tl.minimum(output, N - 1)).to(tl.int64)
+    GROUPS: tl.constexpr = 1 if GROUP == 0 else (K + GROUP - 1) // GROUP
+    acc = product(
+        x_ptr + x_row * (NUM_BATCHES * K) + batch * K,
+        w_ptr + w_row * (K // 4),
+        s_ptr + w_row * GROUPS,
+        K,
+        BITS,
+        GROUP,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        UNROLL,
+    )
+    column = batch * N + output
+    is_stored = (row < num_rows)[:, None] & (output < N)[None, :]
+    begin = row.to(tl.int64)[:, None] * (NUM_BATCHES * N)
+    if HAS_ADD:
+        acc = acc + tl.load(add_ptr + begin + column[None, :], mask=is_stored, other=0.0)
+    if IS_SPLIT:
+        column = split_columns(column, NUM_BATCHES * N)
+    tl.store(out_ptr + begin + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=is_stored)
+
+
+@triton.jit
+def absorb_kernel(
+    q_ptr,
+    w_ptr,
+    s_ptr,
+    out_ptr,
+    num_rows,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    RANK: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    NOPE: tl.constexpr,
+    ROWS_PER_HEAD: tl.constexpr,
+    Q_WIDTH: tl.constexpr,
+    OUT_WIDTH: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """64 latent columns of one head's queries. The sum runs over weight rows, so their scales go into the query."""
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    head = tl.program_id(2)
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    word = tl.program_id(0) * 16 + tl.arange(0, 16)
+    is_word = word < RANK // 4
+    is_row = row < num_rows
+    q_row = (row.to(tl.int64) * NUM_HEADS + head) * Q_WIDTH
+    acc0 = tl.zeros((BLOCK_M, 16), tl.float32)
+    acc1 = tl.zeros((BLOCK_M, 16), tl.float32)
+    acc2 = tl.zeros((BLOCK_M, 16), tl.float32)
+    acc3 = tl.zeros((BLOCK_M, 16), tl.float32)
+    for begin in tl.range(0, NOPE, BLOCK_D):
+        d = begin + tl.arange(0, BLOCK_D)
+        is_d = d < NOPE
+        w_row = (head * ROWS_PER_HEAD + d).to(tl.int64)
+        q = tl.load(q_ptr + q_row[:, None] + d[None, :], mask=is_row[:, None] & is_d[None, :], other=0.0)
+        if BITS < 16:
+            if GROUP == 0:
+                scale = tl.load(s_ptr + w_row, mask=is_d, other=0.0)
+            else:
+                GROUPS: tl.constexpr = (RANK + GROUP - 1) // GROUP
+                scale = tl.load(s_ptr + w_row * GROUPS + tl.program_id(0) * 64 // GROUP, mask=is_d, other=0.0)
+            q = q * scale.to(tl.float32)[None, :]
+        q = q.to(dtype)
+        words = tl.load(
+            w_ptr + w_row[:, None] * (RANK // 4) + word[None, :], mask=is_d[:, None] & is_word[None, :], other=0
+        )
+        n0, n1, n2, n3 = unpack(words, BITS, dtype)
+        acc0 = tl.dot(q, n0, acc0)
+        acc1 = tl.dot(q, n1, acc1)
+        acc2 = tl.dot(q, n2, acc2)
+        acc3 = tl.dot(q, n3, acc3)
+    out = out_ptr + (row.to(tl.int64) * NUM_HEADS + head)[:, None] * OUT_WIDTH + 4 * word[None, :]
+    is_stored = is_row[:, None] & is_word[None, :]
+    tl.store(out, acc0.to(dtype), mask=is_stored)
+    tl.store(out + 1, acc1.to(dtype), mask=is_stored)
+    tl.store(out + 2, acc2.to(dtype), mask=is_stored)
+    tl.store(out + 3, acc3.to(dtype), mask=is_stored)
+
+
+@triton.jit
+def embed_kernel(
+    ids_ptr,
+    w_ptr,
+    s_ptr,
+    out_ptr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Up to 4 BLOCK columns of one token's embedding; integers are exact in bf16, their scale is applied in f32."""
+    row = tl.program_id(0).to(tl.int64)
+    word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_word = word < WIDTH // 4
+    w_row = tl.load(ids_ptr + row).to(tl.int64)
+    words = tl.load(w_ptr + w_row * (WIDTH // 4) + word, mask=is_word, other=0)
+    n0, n1, n2, n3 = unpack(words, BITS, tl.bfloat16)
+    out = out_ptr + row * WIDTH + 4 * word
+    if BITS < 16:
+        if GROUP == 0:
+            scale = tl.load(s_ptr + w_row).to(tl.float32)
+        else:
+            GROUPS: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
+            scale = tl.load(s_ptr + w_row * GROUPS + 4 * word // GROUP, mask=is_word, other=0.0).to(tl.float32)
+        tl.store(out, n0.to(tl.float32) * scale, mask=is_word)
+        tl.store(out + 1, n1.to(tl.float32) * scale, mask=is_word)
+        tl.store(out + 2, n2.to(tl.float32) * scale, mask=is_word)
+        tl.store(out + 3, n3.to(tl.float32) * scale, mask=is_word)
+    else:
+        tl.store(out, n0.to(tl.float32), mask=is_word)
+        tl.store(out + 1, n1.to(tl.float32), mask=is_word)
+        tl.store(out + 2, n2.to(tl.float32), mask=is_word)
+        tl.store(out + 3, n3.to(tl.float32), mask=is_word)
