@@ -195,14 +195,14 @@ def score(
 
 @app.command(epilog="Example: glm-gpu doctor --model ~/models/GLM-5.2")
 @opt.expand_options
-def doctor(model: opt.ModelOptions, as_json: opt.Json = False) -> None:
+def doctor(model: opt.ModelOptions, disk: opt.Disk = None, as_json: opt.Json = False) -> None:
     """Check machine and model before loading.
 
     Exit code 1 when a check fails.
     """
     from glm_gpu.doctor import check_all
 
-    checks = check_all(model.model, model.engine_options())
+    checks = check_all(model.model, model.engine_options(), disk)
     if as_json:
         report.document([dataclasses.asdict(check) for check in checks])
     else:

@@ -4,42 +4,31 @@ import importlib
 import platform
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Literal
 
 from glm_gpu import machine
 from glm_gpu.chat import ChatTemplate
 from glm_gpu.checkpoint import Checkpoint
 from glm_gpu.engine import DEMO_MODEL
 from glm_gpu.errors import GlmGpuError
+from glm_gpu.host_checks import Check, check_disk, check_driver, check_limits
 from glm_gpu.json_file import missing_file
 from glm_gpu.kernels import cpu
 from glm_gpu.opening import EngineOptions, plan_opening
 from glm_gpu.tokenizer import Tokenizer
 from glm_gpu.units import format_bytes
 
-State = Literal["ok", "warn", "fail"]
 
-
-@dataclass(frozen=True)
-class Check:
-    """One thing looked at: what was found, and what to do when that is not good."""
-
-    name: str
-    state: State
-    found: str
-    advice: str = ""
-
-
-def check_all(path: Path | None, options: EngineOptions) -> list[Check]:
+def check_all(path: Path | None, options: EngineOptions, disk: Path | None = None) -> list[Check]:
     """The machine and the model, checked in this order; a check that rests on a failed one is left out.
 
     Args:
         path: a model folder, or None for the bundled demo.
+        disk: a folder that GLM-5.2 is to be stored in; None to leave that out.
     """
-    return [*check_machine(), *check_model(path or DEMO_MODEL, options)]
+    room = [] if disk is None else [check_disk(disk)]
+    return [*check_machine(), *room, *check_model(path or DEMO_MODEL, options)]
 
 
 def check_machine() -> Iterator[Check]:
@@ -50,9 +39,8 @@ def check_machine() -> Iterator[Check]:
     yield _kernels()
     yield Check("processor", "ok", f"{machine.cpu_name()}, {machine.num_physical_cores()} cores for this process")
     yield _memory()
-    locked = machine.memory().memlock_limit
-    yield Check("memlock", "ok", f"{'any amount' if locked is None else format_bytes(locked)} may be locked")
-    yield Check("gpu", "ok", machine.gpu_absence() or "an NVIDIA device is there; this version computes on the CPU")
+    yield from check_limits()
+    yield check_driver()
 
 
 def check_model(path: Path, options: EngineOptions) -> Iterator[Check]:

@@ -158,6 +158,26 @@ def gpu_absence(root: Path = _ROOT) -> str | None:
     return None
 
 
+def nvidia_driver(root: Path = _ROOT) -> str | None:
+    """The version of the NVIDIA driver, as in "570.86.15"; None where none is loaded."""
+    found = re.search(r"\s(\d+(?:\.\d+)+)\s", _read(root / "proc/driver/nvidia/version"))
+    return found[1] if found else None
+
+
+def huge_pages(root: Path = _ROOT) -> str | None:
+    """When the system gives transparent huge pages: "always", "madvise" or "never"; None where it does not tell."""
+    found = re.search(r"\[(\w+)\]", _read(root / "sys/kernel/mm/transparent_hugepage/enabled"))
+    return found[1] if found else None
+
+
+def open_files_limit() -> int:
+    """Files that this process may have open at once."""
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
+
+
 def _logical_cores() -> set[int]:
     if hasattr(os, "sched_getaffinity"):
         return os.sched_getaffinity(0)

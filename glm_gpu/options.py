@@ -65,6 +65,10 @@ Talk = Annotated[
     Path | None,
     typer.Option("--resume", help="Go on from this file if it is there, and keep the chat in it.", metavar="FILE"),
 ]
+Disk = Annotated[
+    Path | None,
+    typer.Option("--disk", help="Folder that GLM-5.2 is to be stored in: is there room?", metavar="DIR"),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 

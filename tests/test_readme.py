@@ -23,7 +23,7 @@ def test_every_command_shown_is_understood():
 
 
 def test_files_it_names_exist():
-    paths = re.findall(r"`((?:glm_gpu|kernels|tiers|tests|tools|bench|\.ci)/[\w./]*)`", README)
+    paths = re.findall(r"`((?:glm_gpu|kernels|tiers|tests|tools|bench|deploy|\.ci)/[\w./]*)`", README)
     assert len(paths) > 5
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
