@@ -1,18 +1,20 @@
 """Measure a conversion: GB/s of reading, quantizing and writing, beside what the disk does alone; peak memory.
 
-    PYTHONPATH=. python bench/make_checkpoint.py /tmp/slice
-    PYTHONPATH=. python bench/convert.py /tmp/slice /tmp/out [--threads N] [--rounding search]
+    python bench/make_checkpoint.py /tmp/slice
+    python bench/convert.py /tmp/slice /tmp/out [--threads N] [--rounding search]
 
 The disk alone: one sequential pass over the first source shard, its pages dropped before, and one file as large as a
-source shard written and flushed. The output folder must not exist and is removed. Ends with one JSON line.
+source shard written and flushed. The output folder must not exist and is removed. Kept in
+bench/results/convert_search.json, or convert_rtn.json.
 """
 
 import argparse
-import json
 import os
 import shutil
 import time
 from pathlib import Path
+
+import record
 
 from glm_gpu.convert.convert import convert
 from glm_gpu.convert.settings import ConvertSettings
@@ -75,9 +77,16 @@ def main() -> None:
     print(f"write     {times.write_bytes / 1e9:6.2f} GB  {rates['write_gb_s']:.2f} GB/s, hash and flush included")
     print(f"whole     {seconds:6.1f} s  {rates['source_gb_s']:.2f} GB/s of source, writer waited {times.wait_s:.1f} s")
     print(f"peak RSS  {peak_rss_bytes() / 1e9:6.2f} GB")
-    print(json.dumps({"machine": cpu_name(), "implementation": cpu.implementation(), "threads": arguments.threads,
-                      "rounding": arguments.rounding, **alone, **rates, "seconds": seconds,
-                      "peak_rss_bytes": peak_rss_bytes()}))  # fmt: skip
+    sizes = {"source_bytes": times.read_bytes, "written_bytes": times.write_bytes, "peak_rss_bytes": peak_rss_bytes()}
+    found = {
+        "threads": arguments.threads,
+        "rounding": arguments.rounding,
+        **alone,
+        **rates,
+        "seconds": seconds,
+        **sizes,
+    }
+    print(record.save(f"convert_{arguments.rounding}", found))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Write a synthetic checkpoint with the tensor shapes of GLM-5.2, a few layers deep, FP8 or BF16.
 
-    PYTHONPATH=. python bench/make_checkpoint.py OUT_DIR [--layers 4] [--experts 32] [--dtype fp8] [--shard-gb 2]
+    python bench/make_checkpoint.py OUT_DIR [--layers 4] [--experts 32] [--dtype fp8] [--shard-gb 2]
 
 Names, types, shapes and block scales are those of zai-org/GLM-5.2-FP8; layers 0 to 2 are dense, the others sparse with
 `--experts` of the 256 experts, and the draft layer is there. Weights are random bytes drawn once and repeated, streamed

@@ -39,5 +39,5 @@ def plot(name: str, title: str, x_label: str, y_label: str, inches: tuple[float,
         yield axes
         if axes.get_legend_handles_labels()[0]:
             axes.legend()
-        RESULTS.mkdir(exist_ok=True)
+        RESULTS.mkdir(parents=True, exist_ok=True)
         figure.savefig(RESULTS / f"{name}.svg", metadata={"Date": None, "Creator": "glm-gpu bench/plots.py"})

@@ -7,8 +7,9 @@ of the same kind (held out), and from the trace itself (in sample); 10, 25 and 5
 """
 
 import argparse
-import json
 from pathlib import Path
+
+import record
 
 from glm_gpu.tiers.replay import compare, learned
 from glm_gpu.tiers.trace import Trace, read_trace
@@ -35,7 +36,7 @@ def main() -> None:
             for source, heat in sources.items():
                 rows.append(row(kind, trace, share, source, heat))
                 print(text(rows[-1]), flush=True)
-    print(json.dumps(rows))
+    print(record.save("policies", {"rows": rows}))
 
 
 def row(kind: str, trace: Trace, share: float, source: str, heat) -> dict:

@@ -5,40 +5,22 @@ import os
 import shlex
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-from glm_gpu import __version__
-from glm_gpu.kernels import cpu
-from glm_gpu.machine import read_machine
+from glm_gpu.bench.measurement import stamp
 
 ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "bench/results"
-
-
-def stamp() -> dict:
-    """What a figure depends on besides the code that is measured."""
-    machine = read_machine()
-    return {
-        "version": __version__,
-        "commit": _commit(),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "python": sys.version.split()[0],
-        "cpu": machine.cpu_name,
-        "cores": machine.num_physical_cores,
-        "memory_bytes": machine.memory.total,
-        "kernels": cpu.implementation(),
-        "threads": cpu.get_threads(),
-        "load_before": round(os.getloadavg()[0], 2),
-    }
+# bench/all.py sets the variable for what it runs.
+RESULTS = Path(os.environ.get("BENCH_RESULTS", ROOT / "bench/results"))
 
 
 def save(name: str, found: dict, command: str | None = None) -> Path:
-    """Write bench/results/NAME.json: the stamp, the command that measured it (default: this process's), and `found`."""
-    command = command or "python " + shlex.join([_relative(sys.argv[0]), *sys.argv[1:]])
-    RESULTS.mkdir(exist_ok=True)
+    """Write NAME.json: the command that measured it (default: this process's), `found`, and the machine."""
+    command = command or "python " + shlex.join([_relative(sys.argv[0]), *map(_shown, sys.argv[1:])])
+    RESULTS.mkdir(parents=True, exist_ok=True)
     path = RESULTS / f"{name}.json"
-    document = {"bench": name, "command": command, "machine": stamp(), **found}
+    machine = {**stamp(), "commit": _commit(), **found.get("machine", {})}
+    document = {"bench": name, "command": command, **found, "machine": machine}
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     return path
 
@@ -52,6 +34,11 @@ def load(name: str) -> dict | None:
 def _relative(path: str) -> str:
     resolved = Path(path).resolve()
     return str(resolved.relative_to(ROOT)) if resolved.is_relative_to(ROOT) else resolved.name
+
+
+def _shown(word: str) -> str:
+    """A word of a command as others would type it: of a path on this machine, its name."""
+    return Path(word).name if word.startswith("/") else word
 
 
 def _commit() -> str | None:

@@ -1,17 +1,18 @@
 """Compare the two roundings: held-out perplexity of the demo model, and logit error on the reference fixture.
 
-    PYTHONPATH=. python bench/rounding.py MODEL_DIR [--widths 4/4/64 2/2/0 ...]
+    python bench/rounding.py MODEL_DIR [--widths 4/4/64 2/2/0 ...]
 
 MODEL_DIR is the BF16 checkpoint of the demo model (from tools/train_demo.py). Both checkpoints are converted twice into
-a temporary folder. Prints machine, a table, the default that the figures speak for, and one JSON line.
+a temporary folder. Prints a table and the default that the figures speak for; kept in
+bench/results/rounding.json.
 """
 
 import argparse
-import json
 import tempfile
 from pathlib import Path
 
 import numpy as np
+import record
 
 from glm_gpu.convert.convert import convert
 from glm_gpu.convert.settings import ConvertSettings
@@ -73,7 +74,7 @@ def main() -> None:
         rows[-1]["perplexity_change"] = [change.value, change.low, change.high]
         print(f"{text:<8} search changes perplexity by {change.value:+.2%} [{change.low:+.2%}, {change.high:+.2%}]")
     print(f"default: {DEFAULT_ROUNDING}")
-    print(json.dumps({"machine": cpu_name(), "implementation": cpu.implementation(), "rows": rows}))
+    print(record.save("rounding", {"rows": rows}))
 
 
 if __name__ == "__main__":

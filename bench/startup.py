@@ -1,16 +1,18 @@
 """How long a user waits: to import the package, for --help, and for the demo's first token.
 
-Usage: python bench/startup.py [REPEATS]. Prints median and spread of whole processes, then one JSON line. Budgets on a
+Usage: python bench/startup.py [REPEATS]. Prints median and spread of whole processes, and keeps them in
+bench/results/startup.json. Budgets on a
 quiet machine: 0.3 s for import and help, 1 s for the first token.
 """
 
-import json
 import os
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import record
 
 import glm_gpu
 from glm_gpu.machine import cpu_name, num_physical_cores
@@ -43,7 +45,7 @@ def main() -> None:
         medians[name] = statistics.median(times)
         limit = f"   budget {budget_s} s" if budget_s else ""
         print(f"{name:<24} {medians[name]:.3f} s   {times[0]:.3f} to {times[-1]:.3f}{limit}")
-    print(json.dumps(medians))
+    print(record.save("startup", {"seconds": medians, "budgets": {n: case[1] for n, case in CASES.items()}}))
 
 
 if __name__ == "__main__":

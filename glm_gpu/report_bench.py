@@ -22,17 +22,17 @@ def part_text(document: dict) -> str:
 
 
 def _figure(row: dict) -> str:
-    value = f"{_number(row['median']):>7} {row['unit']:<8}"
+    value = f"{number(row['median']):>7} {row['unit']:<8}"
     if row["samples"] > 1:
-        value += f" ({_number(row['low'])} to {_number(row['high'])})"
+        value += f" ({number(row['low'])} to {number(row['high'])})"
     if "share" in row:
-        value = f"{value:<36} {row['share']:.0%} of {_number(row['limit'])}, {row['limit_name']}"
+        value = f"{value:<36} {row['share']:.0%} of {number(row['limit'])}, {row['limit_name']}"
     if "best_hit_rate" in row:
         value += f"; {row['hit_rate']:.0%} hits, at best {row['best_hit_rate']:.0%}"
     return value.rstrip()
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
     """Three significant digits."""
     if abs(value) >= 100:
         return f"{value:,.0f}"

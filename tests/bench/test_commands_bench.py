@@ -38,6 +38,7 @@ def rows_of(invoke, *words) -> dict:
 def test_decode_is_held_against_memory(invoke):
     rows = rows_of(invoke, "decode", *QUICK)
     assert [*rows] == ["decode, empty context", "decode at 4084 positions"]
+    assert all(sum(row["shares"].values()) == pytest.approx(1.0) for row in rows.values())
     assert all(
         row["limit"] == pytest.approx(row["memory_gb_s"] * 1e9 / row["bytes_per_token"]) for row in rows.values()
     )
