@@ -21,7 +21,7 @@ from glm_gpu.scheduler import Scheduler
 from glm_gpu.server import metrics, schemas, sse
 from glm_gpu.server.chat_completions import ChatAnswer, chat_of, plain
 from glm_gpu.server.completions import CompletionAnswer, completion_of
-from glm_gpu.server.generation import Generation, Reader
+from glm_gpu.server.generation import Deliveries, Generation, Reader
 from glm_gpu.server.guard import ActiveRequests, Guard
 from glm_gpu.server.live import Live
 from glm_gpu.server.messages import MessageAnswer, counted_chat, message_of
@@ -56,7 +56,7 @@ def create_app(
     app.add_middleware(Guard, settings=settings, active=active)
     for kind in (ApiError, RequestValidationError, HTTPException, GlmGpuError, OSError, MemoryError, Exception):
         app.add_exception_handler(kind, respond)
-    server = _Server(engine, scheduler, settings, Asker(engine, settings))
+    server = _Server(engine, scheduler, settings, Asker(engine, settings), Deliveries())
     _add_openai(app, server)
     _add_anthropic(app, server)
     _add_tokens(app, server)
@@ -71,6 +71,7 @@ class _Server:
     scheduler: Scheduler
     settings: ServerSettings
     asker: Asker
+    deliveries: Deliveries
 
     async def start(
         self, model: str | None, ask: Callable[..., list[tuple[Request, Reader]]], *given: Any
@@ -78,7 +79,7 @@ class _Server:
         """Make requests off the loop, for long prompts take a while to render and encode, and submit them."""
         self.asker.check_model(model)
         requests = await run_in_threadpool(ask, *given)
-        return Generation.start(self.scheduler, requests)
+        return Generation.start(self.scheduler, self.deliveries, requests)
 
     async def send(
         self,

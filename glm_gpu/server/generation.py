@@ -4,6 +4,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from glm_gpu.chat import Delta, ReplyParser, StopMatcher
 from glm_gpu.jobs import Job, Request, Result, Token
@@ -123,6 +124,32 @@ class _Choice:
         self._post(Ended(deltas, result, reason, reader.stop))
 
 
+class Deliveries:
+    """Carries events from the scheduler's thread to the server's loop, woken once for all that came meanwhile.
+
+    A pass gives every running answer a token, and to wake the loop costs more than to hand a token over.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[Callable[[int, Event], None], int, Event]] = deque()
+        self._is_due = False
+
+    def post(
+        self, loop: asyncio.AbstractEventLoop, arrive: Callable[[int, Event], None], index: int, event: Event
+    ) -> None:
+        """Call `arrive` on the loop. The loop is closed only when the server ends, and then nobody waits."""
+        self._waiting.append((arrive, index, event))
+        if not self._is_due and not loop.is_closed():
+            self._is_due = True
+            loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._is_due = False  # before the first is taken: what is appended from here on is seen below or called for
+        while self._waiting:
+            arrive, index, event = self._waiting.popleft()
+            arrive(index, event)
+
+
 @dataclass
 class Generation:
     """One or more answers under way, as events on the server's loop. Make it on the loop, with `start`."""
@@ -135,7 +162,9 @@ class Generation:
     _arrival: "asyncio.Future[None] | None" = None
 
     @classmethod
-    def start(cls, scheduler: Scheduler, requests: Sequence[tuple[Request, Reader]]) -> "Generation":
+    def start(
+        cls, scheduler: Scheduler, deliveries: Deliveries, requests: Sequence[tuple[Request, Reader]]
+    ) -> "Generation":
         """Submit requests together: all of them, or none.
 
         Raises:
@@ -144,17 +173,10 @@ class Generation:
         loop = asyncio.get_running_loop()
         generation = cls(len(requests), [reader for _, reader in requests])
 
-        def poster(index: int) -> Callable[[Event], None]:
-            def post(event: Event) -> None:
-                # The loop is closed only when the server ends, and then nobody waits for events.
-                if not loop.is_closed():
-                    loop.call_soon_threadsafe(generation._arrive, index, event)
-
-            return post
-
         try:
             for index, (request, reader) in enumerate(requests):
-                generation.jobs.append(scheduler.submit(request, _Choice(reader, poster(index))))
+                post = partial(deliveries.post, loop, generation._arrive, index)
+                generation.jobs.append(scheduler.submit(request, _Choice(reader, post)))
         except BaseException:
             generation.cancel()
             raise
