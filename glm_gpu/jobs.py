@@ -100,6 +100,7 @@ class Counts:
     Args:
         ended: requests by finish reason.
         refused: requests that found the queue full.
+        prompt_rows, answer_rows: computed in all passes, of prompts and behind them.
         preempted: times that an answer gave up its pages for an older one.
         retried: passes repeated because one failed.
     """
@@ -108,7 +109,8 @@ class Counts:
     reused_tokens: int = 0
     completion_tokens: int = 0
     passes: int = 0
-    computed_rows: int = 0
+    prompt_rows: int = 0
+    answer_rows: int = 0
     ended: dict[str, int] = field(default_factory=lambda: dict.fromkeys(("stop", "length", "cancelled", "error"), 0))
     refused: int = 0
     preempted: int = 0
@@ -116,6 +118,11 @@ class Counts:
     first_token_s: Histogram = field(default_factory=lambda: Histogram(_LATENCIES))
     token_gap_s: Histogram = field(default_factory=lambda: Histogram(_LATENCIES))
     queue_s: Histogram = field(default_factory=lambda: Histogram(_LATENCIES))
+
+    @property
+    def computed_rows(self) -> int:
+        """Rows computed in all passes."""
+        return self.prompt_rows + self.answer_rows
 
 
 class Job:

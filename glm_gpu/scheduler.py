@@ -208,16 +208,18 @@ class Scheduler:
         for job in sorted(self._running, key=lambda job: job.turn):
             if job.cache and job.num_pending == 1 and self._make_room(job, 1, parts):
                 parts.append((job, 1))
-        budget = self._pace.rows(len(parts))
+        num_answers, budget = len(parts), None
         for job in sorted(self._running, key=lambda job: job.turn):
             if job.cache and job.num_pending == 1:
                 continue
-            if budget == 0:
-                break
             if job.cache is None:
                 if self._is_computed_beside(job, parts):
                     continue
                 self._begin(job)
+            if budget is None:
+                budget = self._pace.rows(num_answers, job.cache.length)
+            if budget == 0:
+                break
             num_rows = min(job.num_pending, budget, _SCORED_ROWS if job.scores_prompt else budget)
             if self._make_room(job, num_rows, parts):
                 parts.append((job, num_rows))
@@ -229,7 +231,9 @@ class Scheduler:
         if job.scores_prompt:
             return False
         known = self.tree.match(job.ids[:-1]).num_tokens
-        return any(common_length(job.ids_array, other.ids_array) - 1 > known for other, rows in parts if rows > 1)
+        return any(
+            common_length(job.ids_array, other.ids_array) - 1 > known for other, _ in parts if other.num_pending > 1
+        )
 
     def _begin(self, job: Job) -> None:
         """Give a request a cache, with what is known of its tokens; at least its last one is computed again."""
@@ -310,8 +314,8 @@ class Scheduler:
 
     def _run(self, parts: list[tuple[Job, int]]) -> list[tuple[Job, np.ndarray]]:
         """One pass: for each request whose rows were asked for, their logits, [n, V] f32."""
-        num_prefill = sum(rows for _, rows in parts if rows > 1)
-        num_decoding = sum(rows == 1 for _, rows in parts)
+        prefilling = [(job, rows, job.cache.length) for job, rows in parts if job.num_pending > 1]
+        num_prefill = sum(rows for _, rows, _ in prefilling)
         spans, wanted, start = [], [], 0
         for job, num_rows in parts:
             assert job.cache is not None
@@ -326,13 +330,16 @@ class Scheduler:
         batch = replace(batch, logits_at=np.array([row for _, rows in wanted for row in rows], np.int32))
         began = time.perf_counter()
         output = self._model.forward(batch).logits
-        self._pace.record(time.perf_counter() - began, num_decoding, num_prefill)
+        first_context = prefilling[0][2] if prefilling else 0
+        self._pace.record(time.perf_counter() - began, len(parts) - len(prefilling), num_prefill, first_context)
         self.counts.passes += 1
-        self.counts.computed_rows += start
-        for job, num_rows in parts:
-            if num_rows > 1:
+        self.counts.prompt_rows += num_prefill
+        self.counts.answer_rows += start - num_prefill
+        for job, _, before in prefilling:
+            # what a page holds is told when it is full, for a look at all ids takes a while
+            if not job.num_pending or before // self.pool.page_tokens != job.cache.length // self.pool.page_tokens:
                 self.tree.insert(job.ids[: job.cache.length], job.cache.pages)
-                self._tell_progress(job)
+            self._tell_progress(job)
         stops = itertools.accumulate(len(rows) for _, rows in wanted)
         return [(job, output[stop - len(rows) : stop]) for (job, rows), stop in zip(wanted, stops, strict=True)]
 
