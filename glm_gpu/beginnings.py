@@ -1,10 +1,11 @@
 """The beginnings of prompts that need not be computed: in the pages of memory, or in conversations on disk."""
 
 import logging
-from pathlib import Path
+import threading
+from collections.abc import Callable
 
-from glm_gpu.conversations import ConversationStore
-from glm_gpu.errors import CapacityError, CheckpointError, RequestError
+from glm_gpu.conversations import ConversationStore, Found, Stopped
+from glm_gpu.errors import CapacityError, GlmGpuError
 from glm_gpu.pages import PagedCache, PagePool
 from glm_gpu.prefix import PrefixTree
 
@@ -12,6 +13,47 @@ log = logging.getLogger(__name__)
 
 # A conversation is read when it saves computing so many tokens: its file costs far less than that many rows.
 _MIN_GAIN = 16
+
+
+class Loading:
+    """A conversation on its way from disk into a cache, on a thread of its own.
+
+    Until `is_done`, and without `give_up`, nothing else may touch the cache.
+
+    Args:
+        cache: empty, with room for the conversation's rows.
+        notify: called on that thread at the end, whatever it was.
+
+    Attributes:
+        error: why it failed; None where it did not, or was given up.
+    """
+
+    def __init__(
+        self, conversations: ConversationStore, found: Found, cache: PagedCache, notify: Callable[[], None]
+    ) -> None:
+        self.found, self.cache = found, cache
+        self.is_done = False
+        self.error: Exception | None = None
+        self._conversations, self._notify = conversations, notify
+        self._is_wanted = True
+        self._thread = threading.Thread(target=self._load, name="conversation", daemon=True)
+        self._thread.start()
+
+    def give_up(self) -> None:
+        """Stop reading; the cache is empty and free again. Waits for the 4 MiB that are being read."""
+        self._is_wanted = False
+        self._thread.join()
+        self.cache.release()
+
+    def _load(self) -> None:
+        try:
+            self._conversations.load(self.found, self.cache, lambda: self._is_wanted)
+        except Stopped:
+            pass
+        except (GlmGpuError, OSError) as error:
+            self.error = error
+        self.is_done = True
+        self._notify()
 
 
 class Beginnings:
@@ -29,21 +71,38 @@ class Beginnings:
         self._pool = pool
         self._conversations = conversations
 
-    def share(self, cache: PagedCache, ids: list[int]) -> None:
-        """Begin an empty cache with the longest known beginning of `ids`.
+    def share(self, cache: PagedCache, ids: list[int], notify: Callable[[], None]) -> Loading | None:
+        """Begin an empty cache with the longest known beginning of `ids`. Never waits.
 
-        A conversation on disk is read whole, which waits, and kept as far as its tokens are those of `ids`.
+        Returns:
+            What fills the cache from disk, for `loaded` once it is done; None where memory had as much.
         """
         match = self.tree.match(ids)
         found = self._conversations.find(ids, cache.max_length) if self._conversations else None
-        is_worth_it = found is not None and found[1] >= match.num_tokens + _MIN_GAIN
-        if is_worth_it and self._load(cache, ids, *found):
-            return
-        match = self.tree.match(ids)  # room for what could not be loaded may have cost pages of the first one
+        if found is not None and found.num_common >= match.num_tokens + _MIN_GAIN:
+            try:
+                self._grow(cache, found.num_cached)
+                return Loading(self._conversations, found, cache, notify)
+            except CapacityError as error:
+                log.warning("a conversation on disk is not used: %s", error)
+                cache.release()
+        self._share(cache, ids)
+        return None
+
+    def loaded(self, loading: Loading, ids: list[int]) -> None:
+        """Keep of what was loaded the beginning that `ids` share; where it failed, begin with what memory knows."""
+        cache = loading.cache
         try:
-            cache.share(match.pages, match.tail)
-        except CapacityError:
-            cache.share(match.pages)
+            if loading.error is not None:
+                raise loading.error
+            cache.truncate(loading.found.num_common)
+        except (GlmGpuError, OSError) as error:
+            log.warning("a conversation on disk is not used: %s", error)
+            self._conversations.forget(loading.found)
+            cache.release()
+            self._share(cache, ids)
+            return
+        self.tree.insert(ids[: cache.length], cache.pages)
 
     def keep(self, max_bytes: int) -> int:
         """Save what memory knows, the most recently used first, until so many bytes: how many conversations.
@@ -63,18 +122,12 @@ class Beginnings:
             cache.release()
         return num_saved
 
-    def _load(self, cache: PagedCache, ids: list[int], path: Path, num_tokens: int) -> bool:
-        """Take a conversation from disk; False when it is damaged or there is no room for it."""
-        assert self._conversations is not None
+    def _share(self, cache: PagedCache, ids: list[int]) -> None:
+        match = self.tree.match(ids)
         try:
-            self._conversations.load(path, cache, lambda num_cached: self._grow(cache, num_cached))
-            cache.truncate(num_tokens)
-        except (CapacityError, CheckpointError, RequestError) as error:
-            log.warning("a conversation on disk is not used: %s", error)
-            cache.release()
-            return False
-        self.tree.insert(ids[:num_tokens], cache.pages)
-        return True
+            cache.share(match.pages, match.tail)
+        except CapacityError:
+            cache.share(match.pages)
 
     def _grow(self, cache: PagedCache, length: int) -> None:
         self.tree.evict(max(0, length // self._pool.page_tokens + 1 - self._pool.num_free))

@@ -10,6 +10,7 @@ Layout of a file:
 All numbers are little-endian; nothing lies between the parts.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -93,16 +94,24 @@ def save_conversation(
         raise
 
 
-def load_conversation(path: Path, identity: str, open_cache: Callable[[int], KVCache]) -> tuple[Saved, KVCache]:
+class Stopped(Exception):
+    """Reading was given up because nobody wants the conversation any more."""
+
+
+def load_conversation(
+    path: Path, identity: str, open_cache: Callable[[int], KVCache], is_wanted: Callable[[], bool] = lambda: True
+) -> tuple[Saved, KVCache]:
     """Read a conversation and its rows; the cache's length says that they count only once all is checked.
 
     Args:
         identity: as it must be in the file.
         open_cache: gives an empty cache that so many rows can be written to.
+        is_wanted: asked before each 4 MiB.
 
     Raises:
         CheckpointError: the file is damaged or of another version.
         RequestError: it is another model's, or `open_cache` has no room for it.
+        Stopped: it is not wanted.
     """
     with _opened(path) as file:
         digest = hashlib.sha256()
@@ -111,15 +120,31 @@ def load_conversation(path: Path, identity: str, open_cache: Callable[[int], KVC
         if (cache.layout.widths, cache.layout.is_bf16) != (layout.widths, layout.is_bf16):
             raise RequestError(f"{path} holds a cache of another format; use the options that it was saved with")
         for rows in _all_rows(cache, saved.num_cached):
-            _read_whole(path, file, _bytes_of(rows), digest)
+            _read_whole(path, file, _bytes_of(rows), digest, is_wanted)
         if file.read(_DIGEST_BYTES + 1) != digest.digest():
             raise _damaged(path, "its checksum does not match")
     cache.length = saved.num_cached
     return saved, cache
 
 
+@dataclass(frozen=True)
+class Found:
+    """A conversation on disk that begins as a prompt does.
+
+    Args:
+        num_cached: rows in the file.
+        num_common: the first so many of them are the prompt's.
+    """
+
+    path: Path
+    num_cached: int
+    num_common: int
+
+
 class ConversationStore:
     """A folder of conversations of one model that stays below a size; the longest unused go first.
+
+    Of one thread, except for `load`.
 
     Args:
         folder: made when something is saved; may be shared by several processes.
@@ -138,8 +163,8 @@ class ConversationStore:
                 continue
             self._known[path] = (np.array(saved.ids, np.int32), saved.num_cached)
 
-    def find(self, ids: Sequence[int], max_length: int) -> tuple[Path, int] | None:
-        """The conversation that shares most of its beginning with `ids`, and how many rows of it they can use.
+    def find(self, ids: Sequence[int], max_length: int) -> Found | None:
+        """The conversation that shares most of its beginning with `ids`.
 
         Args:
             max_length: of the cache it is to be loaded into; longer ones are passed over.
@@ -147,30 +172,29 @@ class ConversationStore:
         wanted, best = np.asarray(ids, np.int32), None
         for path, (known, num_cached) in self._known.items():
             common = common_length(known[:num_cached], wanted)
-            if num_cached <= max_length and common > (best[1] if best else 0):
-                best = path, common
+            if num_cached <= max_length and common > (best.num_common if best else 0):
+                best = Found(path, num_cached, common)
         return best
 
-    def load(self, path: Path, cache: KVCache, open_rows: Callable[[int], None]) -> None:
-        """Put a found conversation's rows into an empty cache; a damaged one is not found again.
-
-        Args:
-            open_rows: makes so many rows of the cache ready to be written.
+    def load(self, found: Found, cache: KVCache, is_wanted: Callable[[], bool] = lambda: True) -> None:
+        """Put a found conversation's rows into an empty cache that has room for them. Waits for the disk.
 
         Raises:
-            CheckpointError, RequestError: as `load_conversation`; the cache is empty still.
+            CheckpointError, RequestError, Stopped: as `load_conversation`; the cache is empty still.
         """
 
-        def room(num_cached: int) -> KVCache:
-            open_rows(num_cached)
+        def checked(num_cached: int) -> KVCache:
+            if num_cached != found.num_cached:
+                raise RequestError(f"{found.path} was replaced meanwhile; it is not used")
             return cache
 
-        try:
-            load_conversation(path, self._identity, room)
-            os.utime(path)
-        except (CheckpointError, RequestError):
-            self._known.pop(path, None)
-            raise
+        load_conversation(found.path, self._identity, checked, is_wanted)
+        with contextlib.suppress(OSError):  # another process may have made room just now
+            os.utime(found.path)
+
+    def forget(self, found: Found) -> None:
+        """Find a conversation no more, for it could not be loaded."""
+        self._known.pop(found.path, None)
 
     def save(self, ids: Sequence[int], cache: KVCache) -> bool:
         """Keep a conversation whose ids all have rows; False when it is too large, or known as part of another.
@@ -243,8 +267,12 @@ def _opened(path: Path) -> BinaryIO:
         raise RequestError(f"{path} cannot be read: {error.strerror}") from None
 
 
-def _read_whole(path: Path, file: BinaryIO, target: memoryview, digest: Any) -> None:
+def _read_whole(
+    path: Path, file: BinaryIO, target: memoryview, digest: Any, is_wanted: Callable[[], bool] = lambda: True
+) -> None:
     for start in range(0, len(target), _BLOCK_BYTES):
+        if not is_wanted():
+            raise Stopped
         block = target[start : start + _BLOCK_BYTES]
         if file.readinto(block) != len(block):
             raise _damaged(path, "it ends too early")

@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from glm_gpu.answer import Answer
+from glm_gpu.beginnings import Loading
 from glm_gpu.grammar import Constraint
 from glm_gpu.histogram import Histogram
 from glm_gpu.pages import PagedCache
@@ -138,6 +139,7 @@ class Job:
         self.ids = self.answer.ids
         self.result = Result(len(self.ids))
         self.cache: PagedCache | None = None
+        self.loading: Loading | None = None
         self.submitted_at = time.monotonic()
         self.last_token_at = 0.0
         self.ids_array = np.array(self.ids, np.int32)

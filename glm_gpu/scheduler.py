@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 _SCORED_ROWS = 64
 # What is asked back from experts' memory when an allocation failed.
 _SHRINK_BYTES = 256 * 1024**2
+# While conversations come from disk and nothing else is to do, deadlines are looked at so often.
+_LOOK_S = 0.05
 
 
 class Scheduler:
@@ -131,12 +133,17 @@ class Scheduler:
         return job
 
     def step(self) -> bool:
-        """Run one pass; False when there was nothing to do."""
+        """Run one pass, or wait for a conversation from disk where nobody has anything else; False when all is done."""
         self._drop_ended()
         self._admit()
         parts = self._compose()
         if parts:
             self._forward(parts)
+        elif any(job.loading for job in self._running):
+            with self._changed:
+                if not any(job.loading.is_done for job in self._running if job.loading):
+                    self._changed.wait(_LOOK_S)
+            return True
         return bool(parts)
 
     def _check(self, request: Request) -> None:
@@ -206,16 +213,20 @@ class Scheduler:
         """Who is in the next pass, with how many rows. Their caches have room for them."""
         parts: list[tuple[Job, int]] = []
         for job in sorted(self._running, key=lambda job: job.turn):
-            if job.cache and job.num_pending == 1 and self._make_room(job, 1, parts):
+            if job.cache and not job.loading and job.num_pending == 1 and self._make_room(job, 1, parts):
                 parts.append((job, 1))
         num_answers, budget = len(parts), None
         for job in sorted(self._running, key=lambda job: job.turn):
-            if job.cache and job.num_pending == 1:
+            if job not in self._running or job in [other for other, _ in parts]:
                 continue
             if job.cache is None:
                 if self._is_computed_beside(job, parts):
                     continue
                 self._begin(job)
+            if job.loading is not None:
+                if not job.loading.is_done:
+                    continue
+                self._loaded(job)
             if budget is None:
                 budget = self._pace.rows(num_answers, job.cache.length)
             if budget == 0:
@@ -231,9 +242,10 @@ class Scheduler:
         if job.scores_prompt:
             return False
         known = self.tree.match(job.ids[:-1]).num_tokens
-        return any(
-            common_length(job.ids_array, other.ids_array) - 1 > known for other, _ in parts if other.num_pending > 1
-        )
+        others = [other for other, _ in parts if other.num_pending > 1] + [
+            other for other in self._running if other.loading
+        ]
+        return any(common_length(job.ids_array, other.ids_array) - 1 > known for other in others)
 
     def _begin(self, job: Job) -> None:
         """Give a request a cache, with what is known of its tokens; at least its last one is computed again."""
@@ -241,10 +253,17 @@ class Scheduler:
         if job.scores_prompt:
             job.result.prompt.clear()
         else:
-            self.beginnings.share(job.cache, job.ids[:-1])
+            job.loading = self.beginnings.share(job.cache, job.ids[:-1], self._notify)
+        if job.result.first_token_s is None:
+            job.result.reused_tokens = 0 if job.loading else job.cache.length
+            job.result.queue_s = time.monotonic() - job.submitted_at
+
+    def _loaded(self, job: Job) -> None:
+        """Go on with what came from disk, or without it."""
+        self.beginnings.loaded(job.loading, job.ids[:-1])
+        job.loading = None
         if job.result.first_token_s is None:
             job.result.reused_tokens = job.cache.length
-            job.result.queue_s = time.monotonic() - job.submitted_at
 
     def _make_room(self, job: Job, num_rows: int, parts: list[tuple[Job, int]]) -> bool:
         """Get pages for a request's next rows; False when it had to give up its own instead."""
@@ -274,6 +293,9 @@ class Scheduler:
 
     def _release(self, job: Job) -> None:
         """Leave a request's pages to the tree."""
+        if job.loading is not None:
+            job.loading.give_up()
+            job.loading = None
         if job.cache is not None:
             self.tree.insert(job.ids[: job.cache.length], job.cache.pages)
             job.cache.release()

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from toy_model import LAYOUT, ToyModel
 
 import glm_gpu
+from glm_gpu import conversations
 from glm_gpu.batch import Batch
 from glm_gpu.cache import CacheLayout, KVCache
 from glm_gpu.conversations import ConversationStore, load_conversation, save_conversation
@@ -91,14 +93,14 @@ def test_the_longest_common_beginning_is_found(tmp_path):
     store = ConversationStore(tmp_path, "a", 1 << 20)
     store.save([1, 2, 3], filled([1, 2, 3]))
     store.save([1, 2, 9, 9], filled([1, 2, 9, 9]))
-    assert store.find([1, 2, 3, 4, 5], 99)[1] == 3 and store.find([1, 2, 9, 9, 9], 99)[1] == 4
-    assert store.find([1, 2, 9, 5], 99)[1] == 3 and store.find([1, 2, 9, 5], 3)[1] == 2
+    assert store.find([1, 2, 3, 4, 5], 99).num_common == 3 and store.find([1, 2, 9, 9, 9], 99).num_common == 4
+    assert store.find([1, 2, 9, 5], 99).num_common == 3 and store.find([1, 2, 9, 5], 3).num_common == 2
     assert store.find([2, 2], 99) is None and store.find([1, 2, 3], 2) is None
     assert not store.save([1, 2], filled([1, 2]))
     store.save([1, 2, 3, 4], filled([1, 2, 3, 4]))
     assert len(list(tmp_path.iterdir())) == 2
     again = ConversationStore(tmp_path, "a", 1 << 20)
-    assert again.find([1, 2, 3, 4, 5], 99)[1] == 4
+    assert again.find([1, 2, 3, 4, 5], 99).num_common == 4
     assert ConversationStore(tmp_path, "b", 1 << 20).find([1, 2, 3, 4, 5], 99) is None
 
 
@@ -111,7 +113,7 @@ def test_the_folder_stays_below_its_size_and_the_longest_unused_go(tmp_path):
         for path in tmp_path.iterdir():
             os.utime(path, (path.stat().st_atime, path.stat().st_mtime - 100))
         if n >= 1:
-            store.load(store.find([1] * 101, 999)[0], KVCache(LAYOUT, 100), lambda n: None)
+            store.load(store.find([1] * 101, 999), KVCache(LAYOUT, 100))
     assert {n for n in range(5) if store.find([n] * 101, 999)} == {1, 3, 4}
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 3 * size
     assert not store.save([7] * 1000, filled([7] * 1000, 1000))
@@ -156,6 +158,15 @@ def answer(scheduler, ids, num_tokens=6):
     return heard
 
 
+def answer_to_the_end(scheduler, ids):
+    """An answer, while others may be under way that do not end."""
+    heard = Ids()
+    scheduler.submit(Request(ids, SamplingParams(temperature=0), 6), heard)
+    while heard.result is None:
+        scheduler.step()
+    return heard
+
+
 def test_a_new_server_goes_on_where_the_old_one_was(scheduler_on, tmp_path):
     prompt = [n % 60 for n in range(150)]
     first = scheduler_on(tmp_path)
@@ -177,6 +188,62 @@ def test_rows_are_used_as_far_as_the_tokens_are_the_same(scheduler_on, tmp_path)
     other = [*prompt[:100], 5, 5, 5]
     heard = answer(scheduler_on(tmp_path), other)
     assert heard.ids == ToyModel().answer(other, 6) and heard.result.reused_tokens == 100
+
+
+@pytest.fixture
+def slow_disk(monkeypatch):
+    """slow_disk() -> an event that all reading of rows waits for from here on."""
+    may_read = threading.Event()
+    read = conversations._read_whole
+
+    def wait_and_read(path, file, target, digest, *is_wanted):
+        while is_wanted and is_wanted[0]() and not may_read.wait(0.005):
+            pass
+        read(path, file, target, digest, *is_wanted)
+
+    def begin():
+        monkeypatch.setattr(conversations, "_read_whole", wait_and_read)
+        return may_read
+
+    yield begin
+    may_read.set()
+
+
+def test_others_go_on_while_a_conversation_comes_from_disk(scheduler_on, tmp_path, slow_disk):
+    talk, short = [n % 60 for n in range(150)], [9, 8, 7]
+    first = scheduler_on(tmp_path)
+    answer(first, talk)
+    first.beginnings.keep(1 << 22)
+    second, may_read = scheduler_on(tmp_path), slow_disk()
+    resumed = [Ids(), Ids()]  # two that want the same one: it is read once
+    for heard in resumed:
+        second.submit(Request([*talk, 5], SamplingParams(temperature=0), 6), heard)
+    second.step()
+    assert answer_to_the_end(second, short).ids == ToyModel().answer(short, 6)
+    assert not resumed[0].ids and second.num_running == 2
+    may_read.set()
+    while second.step():
+        pass
+    for heard in resumed:
+        assert heard.ids == ToyModel().answer([*talk, 5], 6) and heard.result.reused_tokens == 150
+    assert sum(map(sum, second._model.batches)) == 1 + 1 + 2 * 5 + 3 + 5
+
+
+def test_a_request_that_ends_while_its_conversation_is_read_leaves_nothing(scheduler_on, tmp_path, slow_disk):
+    talk = [n % 60 for n in range(150)]
+    first = scheduler_on(tmp_path)
+    answer(first, talk)
+    first.beginnings.keep(1 << 22)
+    second = scheduler_on(tmp_path)
+    slow_disk()
+    heard = Ids()
+    job = second.submit(Request([*talk, 5], SamplingParams(temperature=0), 6), heard)
+    second.step()
+    assert second.pool.num_free < second.pool.num_pages
+    job.cancel()
+    assert not second.step() and heard.result.finish_reason == "cancelled"
+    assert second.pool.num_free == second.pool.num_pages
+    assert not [thread for thread in threading.enumerate() if thread.name == "conversation"]
 
 
 @pytest.mark.parametrize("fault", ["flipped byte", "another model", "shorter context"])
