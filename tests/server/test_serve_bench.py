@@ -4,10 +4,17 @@ from glm_gpu.bench.serve import measure_serve
 from glm_gpu.engine import DEMO_MODEL
 
 
-def test_the_server_is_measured_and_every_answer_is_the_one_given_alone():
-    part = measure_serve(DEMO_MODEL, threads=1, num_clients=6, window_s=0.3, load_s=1.0, prompt_tokens=100)
+def test_the_demo_under_load_gives_every_answer_that_it_gives_alone_and_keeps_nothing():
+    """Twelve clients of mixed lengths, of whom one in five leaves in the middle."""
+    part = measure_serve(DEMO_MODEL, threads=1, num_clients=12, window_s=0.3, load_s=3.0, prompt_tokens=100)
     one, eight, first, gap, load = part.rows
     assert one.limit.name == "the engine without a server" and eight.more["gain"] > 0
     assert first.median > 0 and gap.median > 0
-    assert load.more["ended"] > 0 and load.more["differed"] == 0 and load.more["requests"]["running"] == 0
+    found = load.more
+    assert found["ended"] > 10 and found["left"] > 0 and found["differed"] == 0
+    assert found["requests"]["running"] == found["requests"]["queued"] == 0
+    assert found["requests"]["ended"]["cancelled"] > 0 and found["requests"]["ended"]["error"] == 0
+    assert found["cache"]["taken_pages"] == found["cache"]["remembered_pages"]
+    # The pool that renders prompts comes to four threads.
+    assert not found["after"] or found["after"]["threads"] <= found["before"]["threads"] + 4
     assert part.notes == []
