@@ -1,5 +1,6 @@
 """A server from a model folder's engine to a socket, until it is told to stop."""
 
+import gc
 import ipaddress
 import json
 import logging
@@ -129,6 +130,9 @@ def serve(
         limit_concurrency=2 * settings.max_connections,
     )
     server = uvicorn.Server(config)
+    # What was imported stays: to look through it for garbage again and again holds every thread for 25 to 45 ms.
+    gc.collect()
+    gc.freeze()
     # Once it has stopped, uvicorn raises the signal again for whoever handled it before: SIGTERM has done its work.
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
