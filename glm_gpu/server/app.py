@@ -51,7 +51,7 @@ def create_app(
         on_ready()
         yield
 
-    app = FastAPI(title="glm-gpu", version=__version__, lifespan=lifespan, redoc_url=None)
+    app = FastAPI(title="glm-gpu", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     active = ActiveRequests()
     app.add_middleware(Guard, settings=settings, active=active)
     for kind in (ApiError, RequestValidationError, HTTPException, GlmGpuError, OSError, MemoryError, Exception):
@@ -100,6 +100,7 @@ def _add_openai(app: FastAPI, server: _Server) -> None:
 
     @app.post("/v1/chat/completions", tags=["OpenAI"])
     async def chat_completions(body: schemas.ChatBody, http: HttpRequest) -> Response:
+        """OpenAI's chat: streams, tools, JSON schemas, log-probabilities, reasoning."""
         chat, sampling = chat_of(body)
         generation = await server.start(body.model, server.asker.chat, chat, sampling)
         shows_usage = bool(body.stream_options and body.stream_options.include_usage)
@@ -108,6 +109,7 @@ def _add_openai(app: FastAPI, server: _Server) -> None:
 
     @app.post("/v1/completions", tags=["OpenAI"])
     async def completions(body: schemas.CompletionBody, http: HttpRequest) -> Response:
+        """OpenAI's completions: texts or token ids continued, and scored with echo."""
         prompts, sampling, schema = completion_of(body)
         scores_prompt = bool(body.echo) and body.logprobs is not None
         generation = await server.start(body.model, server.asker.completion, prompts, sampling, scores_prompt, schema)
@@ -118,6 +120,7 @@ def _add_openai(app: FastAPI, server: _Server) -> None:
 
     @app.post("/v1/responses", tags=["OpenAI"])
     async def responses(body: schemas.ResponsesBody, http: HttpRequest) -> Response:
+        """OpenAI's responses, text only and without stored state."""
         generation = await server.start(body.model, server.asker.chat, *response_of(body))
         return await server.send(http, generation, ResponseAnswer(generation, name, body), bool(body.stream), "error")
 
@@ -126,10 +129,12 @@ def _add_openai(app: FastAPI, server: _Server) -> None:
 
     @app.get("/v1/models", tags=["OpenAI"])
     async def models() -> dict[str, Any]:
+        """The model, by its name and its further ones."""
         return {"object": "list", "data": [model(id_) for id_ in (name, *sorted(server.settings.aliases))]}
 
     @app.get("/v1/models/{model_id:path}", tags=["OpenAI"])
     async def one_model(model_id: str) -> dict[str, Any]:
+        """The model, if this is a name of it."""
         server.asker.check_model(model_id)
         return model(model_id)
 
@@ -137,12 +142,14 @@ def _add_openai(app: FastAPI, server: _Server) -> None:
 def _add_anthropic(app: FastAPI, server: _Server) -> None:
     @app.post("/v1/messages", tags=["Anthropic"])
     async def messages(body: schemas.MessagesBody, http: HttpRequest) -> Response:
+        """Anthropic's messages: streams, tools, thinking."""
         generation = await server.start(body.model, server.asker.chat, *message_of(body))
         answer = MessageAnswer(generation, server.settings.model_name)
         return await server.send(http, generation, answer, bool(body.stream), "error")
 
     @app.post("/v1/messages/count_tokens", tags=["Anthropic"])
     async def count_tokens(body: schemas.CountBody) -> dict[str, int]:
+        """How many tokens a prompt of messages has."""
         chat = counted_chat(body)
         server.asker.check_model(body.model)
         return {"input_tokens": len(await run_in_threadpool(server.asker.encode_chat, chat))}
@@ -151,6 +158,7 @@ def _add_anthropic(app: FastAPI, server: _Server) -> None:
 def _add_tokens(app: FastAPI, server: _Server) -> None:
     @app.post("/tokenize", tags=["tokens"])
     async def tokenize(body: schemas.TokenizeBody) -> dict[str, Any]:
+        """Token ids of a text, or of a chat's prompt."""
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "prompt: give either prompt or messages", "prompt")
         if body.messages is not None:
@@ -159,8 +167,16 @@ def _add_tokens(app: FastAPI, server: _Server) -> None:
             tokens = await run_in_threadpool(server.asker.tokenizer.encode, body.prompt)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": server.engine.context}
 
+    @app.get("/tokenizer_info", tags=["tokens"])
+    async def tokenizer_info() -> dict[str, str | None]:
+        """The special tokens' texts, as vLLM tells them; lm_eval then needs no tokenizer of its own."""
+        eos = min(server.engine.eos_ids, default=None)
+        text = None if eos is None else server.asker.tokenizer.decode([eos], special=True)
+        return {"eos_token": text, "bos_token": None, "pad_token": None}
+
     @app.post("/detokenize", tags=["tokens"])
     async def detokenize(body: schemas.DetokenizeBody) -> dict[str, str]:
+        """The text of token ids."""
         vocab_size = server.engine.config.vocab_size
         bad = next((token for token in body.tokens if not 0 <= token < vocab_size), None)
         if bad is not None:
@@ -173,17 +189,21 @@ def _add_state(app: FastAPI, server: _Server, active: ActiveRequests) -> None:
 
     @app.get("/health", tags=["state"])
     async def health() -> dict[str, str]:
+        """Whether the server answers."""
         return {"status": "ok"}
 
     @app.get("/status", tags=["state"])
     async def status() -> dict[str, Any]:
+        """Model, queue, cache, tiers, speed."""
         return live.status(active.count)
 
     @app.get("/experts", tags=["state"])
     async def experts() -> dict[str, Any]:
+        """Where every expert is, and how hot."""
         return live.experts()
 
     @app.get("/metrics", tags=["state"], response_class=PlainTextResponse)
     async def prometheus() -> Response:
+        """Counts and histograms in Prometheus' text format."""
         text = metrics.render(server.scheduler, server.engine.store, active.count)
         return Response(text, headers={"Content-Type": metrics.CONTENT_TYPE})

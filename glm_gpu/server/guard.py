@@ -17,7 +17,8 @@ from glm_gpu.server.settings import ServerSettings
 access_log = logging.getLogger("glm_gpu.access")
 
 # What a browser must get before it can ask for a key; none of it tells of the model or of anyone's requests.
-_OPEN_PATHS = frozenset({"/", "/health", "/favicon.ico", "/static/app.js", "/static/markdown.js", "/static/style.css"})
+_STATIC = ("app.js", "docs.js", "markdown.js", "style.css")
+_OPEN_PATHS = frozenset({"/", "/docs", "/health", "/favicon.ico", *(f"/static/{name}" for name in _STATIC)})
 _SECURITY_HEADERS = [
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),

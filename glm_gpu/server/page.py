@@ -1,4 +1,4 @@
-"""The page at /: a few files of the package, read when the server starts."""
+"""The pages at / and /docs: a few files of the package, read when the server starts."""
 
 from pathlib import Path
 
@@ -11,6 +11,8 @@ _TYPES = {
     "style.css": "text/css; charset=utf-8",
     "app.js": "text/javascript; charset=utf-8",
     "markdown.js": "text/javascript; charset=utf-8",
+    "docs.html": "text/html; charset=utf-8",
+    "docs.js": "text/javascript; charset=utf-8",
     "icon.svg": "image/svg+xml",
 }
 # Nothing from elsewhere is loaded and no text of a model can become a script.
@@ -30,5 +32,6 @@ def page_routes() -> list[Route]:
 
         return Route(path, get, methods=["GET"], include_in_schema=False)
 
-    pages = [route("/", "index.html"), route("/favicon.ico", "icon.svg")]
-    return pages + [route(f"/static/{name}", name) for name in _TYPES if name not in ("index.html", "icon.svg")]
+    pages = {"/": "index.html", "/docs": "docs.html", "/favicon.ico": "icon.svg"}
+    parts = {f"/static/{name}": name for name in _TYPES if name not in pages.values()}
+    return [route(path, name) for path, name in (pages | parts).items()]

@@ -146,9 +146,15 @@ def test_status_and_the_map_of_experts_are_those_of_the_store(served, http):
     assert http.get("/health").json() == {"status": "ok"}
 
 
+def test_special_tokens_are_told_as_texts_that_encode_to_themselves(served, http):
+    told = http.get("/tokenizer_info").json()
+    ids = http.post("/tokenize", json={"prompt": told["eos_token"]}).json()["tokens"]
+    assert len(ids) == 1 and ids[0] in served.engine.eos_ids and told["bos_token"] is None
+
+
 def test_the_schema_lists_every_interface(http):
     paths = http.get("/openapi.json").json()["paths"]
     expected = {"/v1/chat/completions", "/v1/completions", "/v1/models", "/v1/responses", "/v1/messages", "/health",
-                "/metrics", "/status", "/tokenize", "/detokenize"}  # fmt: skip
+                "/metrics", "/status", "/tokenize", "/detokenize", "/tokenizer_info"}  # fmt: skip
     assert expected <= set(paths)
     assert http.get("/docs").status_code == 200

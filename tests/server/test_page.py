@@ -146,6 +146,20 @@ def test_the_live_view_shows_the_store_as_it_is(served, page, scheme, tmp_path):
     assert len(shot) > 20_000
 
 
+def test_the_interface_is_described_without_anyone_else_s_help(served, http, page):
+    page.goto(f"{served.url}/docs")
+    page.wait_for_selector(".operation")
+    schema = http.get("/openapi.json").json()
+    shown = page.locator(".operation summary code").all_inner_texts()
+    assert sorted(shown) == sorted(path for path, methods in schema["paths"].items() for _ in methods)
+    page.click("summary:has-text('/v1/completions')")
+    entry = page.locator(".operation[open]")
+    fields = schema["components"]["schemas"]["CompletionBody"]["properties"]
+    assert entry.locator("table").first.locator("th").all_inner_texts() == list(fields)
+    assert "list of integer" in entry.locator("tr:has(th:text-is('prompt')) .type").inner_text()
+    assert f"curl {served.url}/v1/completions" in entry.locator("pre").inner_text()
+
+
 def test_a_key_is_asked_for_and_kept_for_the_session(demo_context, browser):
     from server_fixtures import serve
 
