@@ -134,6 +134,7 @@ def test_a_short_prompt_passes_a_long_one_but_a_long_one_is_not_starved(make):
 
 
 def test_beginnings_are_computed_once_and_at_least_the_last_token_again(make):
+    """C42."""
     scheduler, model = make(), ToyModel()
     ids = prompt(3 * P + 5, 1)
     for question in (ids, ids, ids[: 2 * P], ids[: P + 3], [*ids[:-1], 63 - ids[-1]], [*ids, 1, 2]):
@@ -159,13 +160,15 @@ def test_a_full_pool_makes_the_latest_wait_and_changes_no_answer(make):
 
 
 def test_cancelled_requests_end_before_the_next_pass_in_every_phase(make):
+    """C39."""
     scheduler = make(max_rows=16, max_running=2)
     decoding, prefilling, queued = Answer(), Answer(), Answer()
     jobs = [scheduler.submit(ask(prompt(4, 1), 100), decoding)]
     scheduler.step()
     jobs.append(scheduler.submit(ask(prompt(500, 2), 100), prefilling))
     jobs.append(scheduler.submit(ask(prompt(600, 3), 100), queued))
-    scheduler.step()
+    while not prefilling.progress:  # how long a pass lasts without a prompt is measured first
+        scheduler.step()
     assert prefilling.progress and not prefilling.tokens and scheduler.num_queued == 1
     for job, answer in zip(jobs, (decoding, prefilling, queued), strict=True):
         job.cancel()
@@ -245,7 +248,7 @@ def test_a_read_error_ends_only_the_request_that_needed_the_expert(make, error):
 
 @pytest.mark.parametrize("num_failures", [1, 2, 3, 4])
 def test_a_failed_allocation_is_retried_after_experts_gave_memory_back(make, num_failures):
-    """Failure 1: the pass is cut into single requests. 2: one is repeated. 3: it ends, and the other goes on."""
+    """C26. Failure 1: the pass is cut into single requests. 2: one is repeated. 3: it ends, and the other goes on."""
     model, left = ToyModel(), [num_failures]
 
     def allocate(batch):

@@ -98,6 +98,7 @@ def test_a_stream_accounts_for_its_tokens_when_asked(served, ask):
 
 
 def test_a_tool_s_round_trip(served, ask):
+    """C44."""
     messages = [{"role": "user", "content": "Weather in Paris?"}]
     served.says = CALL
     first = ask(messages=messages, tools=[TOOL])
@@ -160,6 +161,7 @@ def test_a_schema_is_kept_whatever_the_model_would_say(served, ask):
 
 @pytest.mark.parametrize("says", ["own fox is brown fox", "the brown fox"])
 def test_nothing_of_a_stop_string_is_shown(served, ask, says):
+    """C35."""
     served.says = "the quick br" + says
     for stream in (False, True):
         answer = ask(stop=["own fox", "own foxes", "never"], stream=stream)
@@ -168,12 +170,14 @@ def test_nothing_of_a_stop_string_is_shown(served, ask, says):
 
 
 def test_a_stop_string_is_found_in_reasoning_too(served, ask):
+    """C35."""
     served.says = "first, second, third</think>never"
     assert whole(ask(reasoning_effort="high", stop="second"))[:2] == ("first,", "")
 
 
 @pytest.mark.parametrize("token", ["<|user|>", "<|observation|>", "<|endoftext|>"])
 def test_every_end_token_ends_a_chat_and_none_is_shown(served, ask, token):
+    """C37."""
     served.says = f"one two three{token}never"
     assert whole(ask()) == ("", "one two three", [], "stop")
 
@@ -192,6 +196,7 @@ def test_several_answers_share_a_prompt_and_differ(served, ask):
 @pytest.mark.parametrize("temperature", [0, 1e-6, 1, 2])
 @pytest.mark.parametrize("top", [None, 0, 5, 20])
 def test_log_probabilities_are_the_model_s_own_and_the_same_in_a_stream(served, ask, temperature, top):
+    """C47."""
     served.says = "ab"
     fields = {"logprobs": True, "temperature": temperature, "seed": 2, "max_tokens": 2}
     fields |= {} if top is None else {"top_logprobs": top}
@@ -221,6 +226,7 @@ def test_bias_and_limits(served, ask):
 
 
 def test_the_same_prompt_again_is_cached_and_answered_alike(served, ask):
+    """C42."""
     served.says = None
     messages = [{"role": "user", "content": "tell me " * 30}]
     first, second, third = (ask(messages=messages, max_tokens=8) for _ in range(3))
@@ -274,6 +280,7 @@ def test_another_model_s_name_is_refused(ask, openai):
 
 @pytest.mark.parametrize("over", [-1, 0, 1])
 def test_a_prompt_that_fills_the_context_is_refused_with_both_counts(served, openai, over):
+    """C38."""
     context = served.engine.context
     for stream in (False, True):
         fields = {"model": "demo", "prompt": [5] * (context + over), "stream": stream, "max_tokens": 100}

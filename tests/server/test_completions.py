@@ -35,7 +35,7 @@ def test_a_stream_joined_is_the_plain_answer(served, complete, fields):
 
 @pytest.mark.parametrize("end", ["", "whole words after it"])
 def test_characters_split_over_tokens_arrive_whole(served, complete, end):
-    """One byte a token, and an answer that ends inside a character."""
+    """C34. One byte a token, and an answer that ends inside a character."""
     tokenizer = served.engine.tokenizer
     one_byte = {tokenizer.token_bytes(i): i for i in range(2000) if len(tokenizer.token_bytes(i)) == 1}
     text = "👩‍👩‍👧 ёжик 漢字"
@@ -46,6 +46,7 @@ def test_characters_split_over_tokens_arrive_whole(served, complete, end):
 
 
 def test_only_the_checkpoint_s_own_end_tokens_end_a_raw_text(served, complete):
+    """C37."""
     tokenizer = served.engine.tokenizer
     system = tokenizer.token_id("<|system|>")
     assert system in served.engine.turn_ids
@@ -65,7 +66,7 @@ def test_many_prompts_and_answers_come_in_order(served, complete):
 
 
 def test_a_prompt_s_scores_are_those_a_scorer_expects(served, complete):
-    """As lm_eval asks: echo, one token, and the last entry left off."""
+    """C47. As lm_eval asks: echo, one token, and the last entry left off."""
     ids = served.engine.tokenizer.encode("In the beginning God created")
     for says in (None, ""):  # an answer of one token, and one that ends at once
         served.says = says

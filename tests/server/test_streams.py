@@ -15,7 +15,7 @@ CHAT = {"messages": [{"role": "user", "content": "hello"}], "temperature": 0}
 
 
 def test_the_head_comes_at_once_and_comments_by_the_clock(served, http):
-    """One pass that stalls for a second: nothing but the clock can cause a byte."""
+    """C41. One pass that stalls for a second: nothing but the clock can cause a byte."""
     served.says = "at last"
     served.model.pass_s = 1.0
     began = time.monotonic()
@@ -38,6 +38,7 @@ def test_comments_tell_how_far_a_prompt_is(served, http):
 
 
 def test_openai_s_client_reads_past_comments(served, ask):
+    """C41."""
     served.says = "slow but sure"
     served.model.pass_s = 0.2
     assert "".join(chunk.choices[0].delta.content or "" for chunk in ask(stream=True)) == "slow but sure"
@@ -46,6 +47,7 @@ def test_openai_s_client_reads_past_comments(served, ask):
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("phase", ["decode", "prefill", "queued"])
 def test_a_client_that_leaves_is_forgotten_in_every_phase(demo_context, stream, phase):
+    """C39."""
     with serve(demo_context, options={"max_running": 1, "max_rows": 16}) as served:
         served.model.pass_s = 0.01
         long = {"prompt": [9] * (1500 if phase == "prefill" else 3), "max_tokens": 400, "ignore_eos": True}
@@ -98,6 +100,7 @@ def test_a_full_queue_answers_429_and_when_to_come_back(demo_context):
 
 
 def test_a_failure_behind_the_head_is_an_event_and_the_last_one(served, http, ask):
+    """C41."""
     served.says = "as far as it goes"
 
     def fail_late(batch):
