@@ -16,7 +16,7 @@ def num_blocks(vocab_size: int) -> int:
 
 
 def argmax(launcher: Launcher, logits: Array, block_values: Array, block_ids: Array, ids: Array) -> None:
-    """Each row's best token, ties to the lowest id; NaN never wins.
+    """Each row's best token, ties to the lowest id; NaN counts as -inf.
 
     Args:
         logits: [T, V] f32.

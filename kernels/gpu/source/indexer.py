@@ -73,19 +73,19 @@ def select_top_kernel(scores_ptr, counts_ptr, rows_ptr, num_ptr, max_count, TOP_
     digit = tl.arange(0, 256)
     found = tl.full((1,), 0, tl.uint32)
     wanted = num
-    for place in tl.static_range(4):
+    for byte in tl.static_range(4):
         counts = tl.zeros((256,), tl.int32)
         for block in range(num_blocks):
             position = block * BLOCK + tl.arange(0, BLOCK)
             keys = ordered(tl.load(scores + position, mask=position < count, other=0.0))
             is_open = position < count
-            if place > 0:
-                is_open = is_open & (keys >> (32 - 8 * place) == found >> (32 - 8 * place))
-            counts += tl.histogram(((keys >> (24 - 8 * place)) & 255).to(tl.int32), 256, mask=is_open)
+            if byte > 0:
+                is_open = is_open & (keys >> (32 - 8 * byte) == found >> (32 - 8 * byte))
+            counts += tl.histogram(((keys >> (24 - 8 * byte)) & 255).to(tl.int32), 256, mask=is_open)
         at_least = tl.sum(counts, 0) - tl.cumsum(counts, 0) + counts
         best = tl.max(tl.where(at_least >= wanted, digit, 0), 0)
         wanted -= tl.sum(tl.where(digit > best, counts, 0), 0)
-        found = found | (best.to(tl.uint32) << (24 - 8 * place))
+        found = found | (best.to(tl.uint32) << (24 - 8 * byte))
     taken = tl.full((1,), 0, tl.int32)
     ties = tl.full((1,), 0, tl.int32)
     for block in range(num_blocks):
