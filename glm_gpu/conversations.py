@@ -27,6 +27,7 @@ import numpy as np
 from glm_gpu.arrays import common_length
 from glm_gpu.cache import CacheLayout, KVCache
 from glm_gpu.errors import CheckpointError, RequestError
+from glm_gpu.json_file import parse_json_object
 from glm_gpu.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -239,12 +240,12 @@ def _read_head(path: Path, file: BinaryIO, identity: str, digest: Any) -> tuple[
     line = file.readline(_MAX_HEADER_BYTES)
     digest.update(first + line)
     try:
-        header = json.loads(line)
+        header = parse_json_object(line, str(path))
         widths = tuple({str(name): int(width) for name, width in streams.items()} for streams in header["widths"])
         layout = CacheLayout(widths, bool(header["is_bf16"]))
         num_ids, num_cached, note = int(header["num_ids"]), int(header["num_cached"]), dict(header["note"])
         found_identity = str(header["identity"])
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, CheckpointError):
         raise _damaged(path, "its header cannot be read") from None
     size = len(first) + len(line) + 4 * num_ids + layout.bytes_per_token * num_cached + _DIGEST_BYTES
     actual = os.fstat(file.fileno()).st_size

@@ -1,8 +1,19 @@
 """Every error a caller may want to tell apart; each message says what, found against expected, and the next step."""
 
 
+# A list of every shard of the largest model that is missing has 6,000.
+_MAX_CHARS = 8000
+
+
 class GlmGpuError(Exception):
-    """The root: whatever the program refuses with one line and exit code 1."""
+    """The root: whatever the program refuses with one line and exit code 1.
+
+    The message is cut where it is too long, in the middle, whatever a file or a caller put into it.
+    """
+
+    def __init__(self, message: str) -> None:
+        half = _MAX_CHARS // 2
+        super().__init__(message if len(message) <= _MAX_CHARS else f"{message[:half]} … {message[-half + 3 :]}")
 
 
 class CheckpointError(GlmGpuError):

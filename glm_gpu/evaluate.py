@@ -196,7 +196,7 @@ def read_items(path: Path = TASK_FILE) -> list[Item]:
             if not isinstance(item.context, str) or not all(isinstance(c, str) and c for c in item.choices):
                 raise TypeError("context and choices must be text")
             item.choices[item.answer]
-        except (ValueError, KeyError, TypeError, IndexError) as error:
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
             raise RequestError(
                 f'{path}, line {number}: {error!r:.80}; expected {{"context": ..., "choices": [...], "answer": 0}}'
             ) from None

@@ -13,6 +13,8 @@ from glm_gpu.errors import RequestError
 # none, and lets a small model run on in blanks.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 REGEX_SUFFIX = ".regex"
+# The library repeats the grammar in what it says, some of it twice.
+_MAX_MESSAGE_CHARS = 500
 
 
 class Grammar:
@@ -46,7 +48,11 @@ class Grammar:
             raise RequestError(f"{what} is not valid JSON: {_one_line(error)}") from None
         if not isinstance(parsed, dict | bool):
             raise RequestError(f"{what} is a JSON {type(parsed).__name__}, expected an object such as {{}}")
-        return cls(LLMatcher.grammar_from_json_schema(text, overrides=_JSON_STYLE), what)
+        try:
+            definition = LLMatcher.grammar_from_json_schema(text, overrides=_JSON_STYLE)
+        except ValueError as error:  # half characters, which Python's JSON has and the library's has not
+            raise RequestError(f"{what} cannot be used: {_one_line(error)}") from None
+        return cls(definition, what)
 
     @classmethod
     def from_regex(cls, pattern: str, what: str = "the regular expression") -> "Grammar":
@@ -168,4 +174,4 @@ class Constraint:
 
 
 def _one_line(problem: object) -> str:
-    return " ".join(str(problem).split())
+    return " ".join(str(problem)[:_MAX_MESSAGE_CHARS].split())

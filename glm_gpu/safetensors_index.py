@@ -131,9 +131,11 @@ def parse_header(file, shard: Path, file_bytes: int) -> tuple[bytes, dict[str, T
         file_bytes: size of all of it.
     """
     header = _read_header_bytes(file, shard, file_bytes)
-    entries = parse_json_object(header, f"{shard}: header", check_keys=False)
+    where, max_memory_bytes = f"{shard}: header", 2 * file_bytes
+    entries = parse_json_object(header, where, check_keys=False, max_memory_bytes=max_memory_bytes)
     if header.count(b'"data_offsets"') != len(entries.keys() - {"__metadata__"}):  # a name may be there twice
-        entries = parse_json_object(header, f"{shard}: header")
+        del entries
+        entries = parse_json_object(header, where, max_memory_bytes=max_memory_bytes)
     return header, _check_entries(shard, entries, 8 + len(header), file_bytes)
 
 

@@ -66,7 +66,7 @@ class SamplingParams:
             kind = Integral if is_whole else Real
             if isinstance(value, bool) or not isinstance(value, kind) or not low <= value <= high:
                 expected = f"{'a whole number' if is_whole else 'a number'} from {low:g} to {high:g}"
-                raise RequestError(f"{field.name} is {value!r}, expected {expected}")
+                raise RequestError(f"{field.name} is {value!r:.100}, expected {expected}")
 
     @classmethod
     def from_generation_config(cls, config: Mapping[str, Any]) -> "SamplingParams":

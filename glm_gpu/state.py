@@ -9,6 +9,7 @@ Layout of such a file:
 import hashlib
 import json
 import logging
+import math
 import os
 import tempfile
 from collections.abc import Mapping
@@ -16,10 +17,14 @@ from pathlib import Path
 
 import numpy as np
 
+from glm_gpu.errors import CheckpointError
+from glm_gpu.json_file import parse_json_object
+
 log = logging.getLogger(__name__)
 
 _MAX_BYTES = 1 << 30
 _MAX_FIRST_LINE = 256
+_DTYPES = frozenset({"|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f4", "<f8"})
 
 
 def state_folder(environment: Mapping[str, str], platform: str) -> Path | None:
@@ -98,7 +103,7 @@ def read_state(path: Path, kind: str, version: int) -> tuple[dict, dict[str, np.
         return _parse(path.read_bytes(), kind, version)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, CheckpointError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         log.warning("%s: not used (%s); starting afresh", path, reason)
         return None
@@ -117,10 +122,19 @@ def _parse(data: bytes, kind: str, version: int) -> tuple[dict, dict[str, np.nda
     if hashlib.sha256(body).hexdigest() != words[3]:
         raise ValueError("checksum does not match, the file is damaged")
     end = data.index(b"\n", len(first_line) + 1)
-    content = json.loads(data[len(first_line) + 1 : end])
+    content = parse_json_object(data[len(first_line) + 1 : end], "its header")
+    header, table = content.get("header"), content.get("arrays")
+    if not isinstance(header, dict) or not isinstance(table, list):
+        raise ValueError("its header is not one of this program")
     arrays, begin = {}, end + 1
-    for name, dtype, shape in content["arrays"]:
-        count = int(np.prod(shape, dtype=np.int64))
-        arrays[name] = np.frombuffer(data, dtype, count, begin).reshape(shape).astype(dtype[1:])
+    for entry in table:
+        try:
+            name, dtype, shape = entry
+            if dtype not in _DTYPES or not all(type(size) is int and size >= 0 for size in shape):
+                raise TypeError
+        except (TypeError, ValueError):
+            raise ValueError("its header describes no array") from None
+        count = math.prod(shape)
+        arrays[str(name)] = np.frombuffer(data, dtype, count, begin).reshape(shape).astype(dtype[1:])
         begin += count * np.dtype(dtype).itemsize
-    return content["header"], arrays
+    return header, arrays

@@ -50,7 +50,7 @@ class Tokenizer:
         try:
             backend = Backend.from_file(str(path))
         except Exception as error:  # the library raises the bare class
-            raise CheckpointError(f"{path} is damaged ({error}); fetch this file again") from error
+            raise CheckpointError(f"{path} is damaged ({error!s:.200}); fetch this file again") from error
         decoder = backend.decoder
         return cls(backend, None if decoder is None else json.loads(decoder.__getstate__()))
 

@@ -9,8 +9,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
-from glm_gpu.chat import ChatTemplate
-from glm_gpu.chat import template as template_module
+from glm_gpu.chat import ChatTemplate, sandbox
 from glm_gpu.chat.template import DEFAULT_TEMPLATE
 from glm_gpu.errors import CheckpointError, RequestError
 from glm_gpu.tokenizer import Tokenizer
@@ -280,7 +279,7 @@ def test_escape_from_the_sandbox_is_stopped(rendered, template):
     ],
 )
 def test_a_template_without_bounds_is_stopped(rendered, template, monkeypatch):
-    monkeypatch.setattr(template_module, "MAX_STEPS", 50_000)  # as it is, a macro that calls itself takes 6 s
+    monkeypatch.setattr(sandbox, "MAX_STEPS", 50_000)  # as it is, a macro that calls itself takes 6 s
     with pytest.raises(CheckpointError, match="stopped") as error:
         rendered(template)
     assert "\n" not in str(error.value)

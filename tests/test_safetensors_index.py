@@ -104,7 +104,7 @@ def test_hostile_entry_is_refused_with_file_and_tensor(tmp_path, header, expecte
         (b'"text"', "expected a JSON object"),
         (b'{"a": {"dtype": "U8"', "not valid JSON"),
         (b"\xff\xff", "not valid JSON"),
-        (b"{" + b'"a":[' * 50_000, "nested too deeply|not valid JSON"),
+        (b"{" + b'"a":[' * 50_000, "nested too deeply|not valid JSON|may take"),
         (
             b'{"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"a":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}',
             "'a' given twice",

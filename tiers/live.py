@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from glm_gpu.errors import CheckpointError
+from glm_gpu.json_file import parse_json_object
 from glm_gpu.machine import process_start
 from glm_gpu.state import replace_file
 
@@ -88,11 +90,13 @@ def live_engines(folder: Path | None, fingerprint: str | None = None) -> list[di
 
 def _read(path: Path) -> dict | None:
     try:
-        document = json.loads(path.read_bytes()[:_MAX_BYTES])
-    except (OSError, ValueError):
+        with path.open("rb") as file:
+            document = parse_json_object(file.read(_MAX_BYTES), str(path))
+    except (OSError, CheckpointError):
         return None
-    is_known = isinstance(document, dict) and document.get("version") == LIVE_VERSION
-    return document if is_known and isinstance(document.get("pid"), int) and "at" in document else None
+    is_known = document.get("version") == LIVE_VERSION and type(document.get("pid")) is int and document["pid"] > 0
+    at = document.get("at")
+    return document if is_known and type(at) in (int, float) and 0 <= at < 1e12 else None
 
 
 def _is_running(document: dict) -> bool:

@@ -1,5 +1,6 @@
 """What speed to expect of a plan, from what memory and disk of this machine can do."""
 
+import logging
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,8 @@ import numpy as np
 from glm_gpu.state import read_state, write_state
 from glm_gpu.tiers.plan import Plan
 from glm_gpu.tiers.sizes import ModelSizes
+
+log = logging.getLogger(__name__)
 
 _KIND, _VERSION = "rates", 1
 # Larger than any cache of a desktop, so that memory is what is measured.
@@ -77,7 +80,11 @@ def load_rates(folder: Path | None) -> Rates | None:
     if content is None:
         return None
     header, _ = content
-    return Rates(header["memory_gb_s"], header["disk_gb_s"])
+    rates = header.get("memory_gb_s"), header.get("disk_gb_s")
+    if not all(isinstance(rate, int | float) and 0 < rate < 1e6 for rate in rates):
+        log.warning("%s: not used (%.80r are no rates); measuring afresh", folder / "rates", rates)
+        return None
+    return Rates(*map(float, rates))
 
 
 def save_rates(folder: Path, rates: Rates) -> None:

@@ -20,7 +20,8 @@ from typing import BinaryIO
 import numpy as np
 
 from glm_gpu.batch import Phase
-from glm_gpu.errors import RequestError
+from glm_gpu.errors import CheckpointError, RequestError
+from glm_gpu.json_file import parse_json_object
 from glm_gpu.tiers.files import ExpertFiles
 from glm_gpu.tiers.heat import PHASES
 from glm_gpu.tiers.sizes import ModelSizes
@@ -34,6 +35,8 @@ _RECORD = struct.Struct("<BHI")
 # Raw bytes of a frame: about 60 tokens of GLM-5.2, and what a crash may cost.
 _FRAME_BYTES = 1 << 16
 _MAX_FRAME_BYTES = 1 << 24
+# The demo's routing compresses to a half; to less only where tokens repeat.
+_MAX_RATIO = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,11 +163,14 @@ def read_trace(path: Path) -> Trace:
     except OSError as error:
         raise RequestError(f"{path}: cannot be read ({error.strerror}); give a file that --trace wrote") from None
     routings: list[Routing] = []
-    position = 0
+    position, allowed_bytes = 0, _MAX_FRAME_BYTES + _MAX_RATIO * len(data)
     while position < len(data):
         raw, position = _read_frame(data, position)
         if raw is None:
             break
+        allowed_bytes -= len(raw)
+        if allowed_bytes < 0:
+            raise RequestError(f"{path}: holds more than {_MAX_RATIO} times its size; record the trace again")
         routings += _records(path, raw, header)
     is_torn = position < len(data)
     if is_torn:
@@ -176,14 +182,16 @@ def _read_header(path: Path, file: BinaryIO) -> TraceHeader:
     if file.readline(len(_MAGIC)) != _MAGIC:
         raise RequestError(f"{path}: no trace of this version; give a file that --trace wrote")
     try:
-        fields = json.loads(file.readline(_MAX_HEADER))
+        fields = parse_json_object(file.readline(_MAX_HEADER), str(path))
         header = TraceHeader(**{**fields, "slab_nbytes": tuple(fields["slab_nbytes"])})
         is_sound = (
             0 < header.num_layers < 1 << 16
             and 0 < header.experts_per_tok <= header.num_experts <= 1 << 16
             and len(header.slab_nbytes) == header.num_layers
+            and isinstance(header.fingerprint, str)
+            and all(type(nbytes) is int and nbytes >= 0 for nbytes in header.slab_nbytes)
         )
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, CheckpointError):
         is_sound = False
     if not is_sound:
         raise RequestError(f"{path}: the header of the trace is damaged; record it again")
@@ -210,10 +218,13 @@ def _read_frame(data: bytes, position: int) -> tuple[bytes | None, int]:
 def _records(path: Path, raw: bytes, header: TraceHeader) -> Iterator[Routing]:
     position = 0
     while position < len(raw):
-        phase, layer, num_tokens = _RECORD.unpack_from(raw, position)
-        position += _RECORD.size
-        shape = (num_tokens, header.experts_per_tok)
-        ids = np.frombuffer(raw, header.id_dtype, shape[0] * shape[1], position).reshape(shape)
+        try:
+            phase, layer, num_tokens = _RECORD.unpack_from(raw, position)
+            position += _RECORD.size
+            shape = (num_tokens, header.experts_per_tok)
+            ids = np.frombuffer(raw, header.id_dtype, shape[0] * shape[1], position).reshape(shape)
+        except (struct.error, ValueError):
+            raise RequestError(f"{path}: a record is longer than its frame; record the trace again") from None
         position += ids.nbytes
         if phase >= len(PHASES) or layer >= header.num_layers or ids.max(initial=0) >= header.num_experts:
             raise RequestError(f"{path}: a record names layer {layer} or an expert that the header does not have")

@@ -28,7 +28,9 @@ def eos_ids(
     given = generation_config.get("eos_token_id")
     given = given if isinstance(given, list) else [] if given is None else [given]
     if not all(type(token_id) is int and token_id >= 0 for token_id in given):
-        raise CheckpointError(f"generation_config.json: eos_token_id is {given!r}, expected token ids; fetch it again")
+        raise CheckpointError(
+            f"generation_config.json: eos_token_id is {given!r:.100}, expected token ids; fetch it again"
+        )
     found = {*config.eos_token_id, *given}
     if chat and tokenizer is not None:
         found |= {token_id for name in _TURN_MARKERS if (token_id := tokenizer.token_id(name)) is not None}

@@ -8,17 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from glm_gpu.chat.messages import prepare_messages, prepare_tools
+from glm_gpu.chat.sandbox import Budget, LimitError, check_size, compile_template
 from glm_gpu.errors import CheckpointError, RequestError
 from glm_gpu.json_file import read_json_object
 from glm_gpu.tokenizer import Tokenizer
 
-# GLM-5.2's full context is about 5 million characters.
-MAX_PROMPT_CHARS = 64 * 1024**2
-# Rounds of loops and calls of macros in one rendering, at 0.3 and 6 us each; GLM's template takes about 5 a message.
-MAX_STEPS = 1_000_000
-
-# The variable and filters behind the bounds; their names cannot be written in a template.
-_STEPS, _COUNT, _CONCATENATE = "steps taken", "count step", "concatenate bounded"
+_MAX_MESSAGE_CHARS = 500
 
 # What a checkpoint without a template gets. Reasoning of turns before the last user's is left out, as GLM does.
 DEFAULT_TEMPLATE = r"""[gMASK]<sop>
@@ -62,8 +57,7 @@ DEFAULT_TEMPLATE = r"""[gMASK]<sop>
 class ChatTemplate:
     """Renders messages; `source` says where the template comes from.
 
-    The template runs in Jinja's immutable sandbox, with loops, repetition, and output bounded. For the rest of its
-    memory and time it is trusted as the weights are.
+    The template runs in Jinja's immutable sandbox, its time and memory bounded, see `sandbox`.
 
     Args:
         sources: template text by name; "default" must be there, "tool_use" serves when tools are given.
@@ -148,13 +142,14 @@ class ChatTemplate:
 
         pieces, num_chars = [], 0
         try:
-            for piece in template.generate({**variables, _STEPS: [0]}):
-                num_chars += len(piece)
-                _check_size(num_chars)
-                pieces.append(piece)
+            with Budget(variables):
+                for piece in template.generate(variables):
+                    num_chars += len(piece)
+                    check_size(num_chars)
+                    pieces.append(piece)
         except _RefusedError as error:
             raise RequestError(f"the chat template refuses these messages: {_one_line(error)}") from None
-        except (SecurityError, _LimitError) as error:
+        except (SecurityError, LimitError) as error:
             raise CheckpointError(
                 f"{self.source}: the chat template was stopped{_at_line(error)}: {_one_line(error)}; use the one from "
                 "the model's own repository"
@@ -171,45 +166,18 @@ class _RefusedError(Exception):
     """The template called raise_exception."""
 
 
-class _LimitError(Exception):
-    """The template runs or grows without end."""
-
-
 def _compile(text: str, source: str) -> Any:
-    """The template, with a count at the head of each loop and macro body and every concatenation checked."""
-    from jinja2 import TemplateSyntaxError, nodes, pass_context
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-    from jinja2.visitor import NodeTransformer
+    from jinja2 import TemplateSyntaxError
 
-    class Environment(ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset({"+", "*", "**"})
-
-        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            _check_size(_result_size(operator, left, right))
-            return super().call_binop(context, operator, left, right)
-
-    class Bound(NodeTransformer):
-        def visit_For(self, node: Any) -> Any:
-            self.generic_visit(node)
-            count = nodes.Filter(nodes.Const(None), _COUNT, [], [], None, None)
-            node.body.insert(0, nodes.ExprStmt(count, lineno=node.lineno))
-            return node
-
-        visit_Macro = visit_CallBlock = visit_For
-
-        def visit_Concat(self, node: Any) -> Any:
-            self.generic_visit(node)
-            return nodes.Filter(nodes.List(node.nodes), _CONCATENATE, [], [], None, None, lineno=node.lineno)
-
-    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    environment.filters |= {"tojson": _to_json, _COUNT: pass_context(_count_step), _CONCATENATE: _concatenate}
-    environment.globals.update(raise_exception=_raise_exception, strftime_now=_strftime_now)
+    functions = {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
     try:
-        return environment.from_string(Bound().visit(environment.parse(text)))
+        return compile_template(text, {"tojson": _to_json}, functions)
     except TemplateSyntaxError as error:
         raise CheckpointError(
             f"{source}: line {error.lineno} of the chat template: {_one_line(error)}; fetch this file again"
         ) from None
+    except LimitError as error:
+        raise CheckpointError(f"{source}: the chat template has {error}; fetch this file again") from None
     except RecursionError:
         raise CheckpointError(f"{source}: the chat template is nested too deeply; fetch this file again") from None
 
@@ -247,41 +215,9 @@ def _raise_exception(message: Any) -> None:
 
 
 def _strftime_now(format: str) -> str:
+    if len(format) > 200 or any(letter.isdigit() for letter in format):  # some C libraries read "%99999Y" as a width
+        raise LimitError("a date's format of more than 200 characters, or with a width")
     return datetime.now().strftime(format)
-
-
-def _check_size(num_chars: int) -> None:
-    if num_chars > MAX_PROMPT_CHARS:
-        raise _LimitError(f"text of more than {MAX_PROMPT_CHARS} characters")
-
-
-def _result_size(operator: str, left: Any, right: Any) -> int:
-    """The characters or items of an operation's result."""
-    if operator == "+":
-        return _size(left) + _size(right)
-    if isinstance(left, int) and isinstance(right, int):
-        return _size(left) * right if operator == "**" else _size(left) + _size(right)
-    count = right if isinstance(right, int) else left
-    return _size(left if count is right else right) * count if isinstance(count, int) else 0
-
-
-def _size(value: Any) -> int:
-    if isinstance(value, int):
-        return value.bit_length() * 1024  # long numbers cost time rather than memory: so 65,536 bits are the most
-    return len(value) if isinstance(value, (str, list, tuple)) else 0
-
-
-def _count_step(context: Any, _: None) -> None:
-    steps = context.parent[_STEPS]
-    steps[0] += 1
-    if steps[0] > MAX_STEPS:
-        raise _LimitError(f"more than {MAX_STEPS} rounds of loops and macros")
-
-
-def _concatenate(values: list[Any]) -> str:
-    texts = [str(value) for value in values]
-    _check_size(sum(map(len, texts)))
-    return "".join(texts)
 
 
 def _at_line(error: BaseException) -> str:
@@ -290,4 +226,4 @@ def _at_line(error: BaseException) -> str:
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+    return " ".join(str(error)[:_MAX_MESSAGE_CHARS].split())

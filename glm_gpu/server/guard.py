@@ -11,6 +11,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from glm_gpu.json_file import json_memory_bytes
 from glm_gpu.server.problems import Problem, problem_body
 from glm_gpu.server.settings import ServerSettings
 
@@ -19,6 +20,8 @@ access_log = logging.getLogger("glm_gpu.access")
 # What a browser must get before it can ask for a key; none of it tells of the model or of anyone's requests.
 _STATIC = ("app.js", "docs.js", "markdown.js", "style.css")
 _OPEN_PATHS = frozenset({"/", "/docs", "/health", "/favicon.ico", *(f"/static/{name}" for name in _STATIC)})
+# A million token ids come to 120 MiB by `json_memory_bytes`.
+_MEMORY_RATIO, _MIN_MEMORY_BYTES = 8, 16 << 20
 _SECURITY_HEADERS = [
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -103,7 +106,12 @@ class Guard:
             if size > self._settings.max_body_bytes:
                 await self._refuse(scope, receive, send, self._too_large())
                 return
-        whole: Message | None = {"type": "http.request", "body": b"".join(body), "more_body": False}
+        text = b"".join(body)
+        if json_memory_bytes(text) > max(_MIN_MEMORY_BYTES, _MEMORY_RATIO * self._settings.max_body_bytes):
+            problem = Problem(413, "the body holds so many values that reading it would take too much memory")
+            await self._refuse(scope, receive, send, problem)
+            return
+        whole: Message | None = {"type": "http.request", "body": text, "more_body": False}
 
         async def receive_whole() -> Message:
             nonlocal whole
