@@ -1,6 +1,5 @@
 """Every error a caller may want to tell apart; each message says what, found against expected, and the next step."""
 
-
 # A list of every shard of the largest model that is missing has 6,000.
 _MAX_CHARS = 8000
 
