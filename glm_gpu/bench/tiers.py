@@ -2,15 +2,12 @@
 
 Experts are read past the page cache. Beside each budget the disk is measured, experts at random as in `bench io`: the
 limit of a row is what the bytes that its tokens read take at that rate, or memory's where nothing is read. The hit rate
-is held against the optimum that knows the future, replayed on the recorded routing.
+is held against the optimum that knows the future, replayed on the recorded routing; both begin with full memory.
 """
 
-import resource
 import statistics
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,14 +28,12 @@ from glm_gpu.tiers.read_bench import read_rate
 from glm_gpu.tiers.replay import Clairvoyant
 from glm_gpu.tiers.replay import replay as replay_trace
 from glm_gpu.tiers.sizes import model_sizes
-from glm_gpu.tiers.trace import read_trace
+from glm_gpu.tiers.trace import Routing, Trace, read_trace
 from glm_gpu.units import format_bytes
 
 SHARES = (0.5, 0.25, 0.125)
-REPEATS, TOKENS, WARM_TOKENS, READ_THREADS = 3, 12, 8, 4
+REPEATS, TOKENS, WARM_TOKENS = 3, 8, 6
 MEMORY_BYTES = 1 << 30
-# Beside the plan's bytes the limit counts what is reserved and never touched: stacks of threads, allocator arenas.
-LIMIT_SLACK = 512 << 20
 
 
 @dataclass(frozen=True)
@@ -50,7 +45,7 @@ class Rung:
         read_bytes: bytes read a token.
         wait_s: seconds a token that a pass stood still for reads.
         hit_rate, best_hit_rate: of the whole run, and of the optimum on it.
-        disk_gb_s: the disk's own, just before each repeat.
+        disk_gb_s: the disk's own, the better of just before and just after each repeat.
         refused: why the file system refuses reads past its cache; `disk_gb_s` is then memory's.
     """
 
@@ -64,7 +59,7 @@ class Rung:
 
 
 def measure_tiers(path: Path, threads: int | None = None, is_quick: bool = False) -> Part:
-    """The ladder of budgets, and whether a budget of a quarter is kept.
+    """The ladder of budgets, and what a process holds that may hold a quarter.
 
     Raises:
         CapacityError, CheckpointError, UnsupportedModelError, RequestError: as opening the model does, or experts do
@@ -72,31 +67,41 @@ def measure_tiers(path: Path, threads: int | None = None, is_quick: bool = False
     """
     repeats, shares, num_tokens = (2, SHARES[1:2], 4) if is_quick else (REPEATS, SHARES, TOKENS)
     part, runs = model_part("tiers", path), expert_runs(path)
-    with filled(path, threads, 64) as (engine, note):
-        touched = bytes_per_token(model_sizes(engine.checkpoint, EngineOptions().recipe, False))
-        bandwidth = read_bytes_s(MEMORY_BYTES)
-        steps = [statistics.mean(step_seconds(engine, 0, num_tokens, seed)) for seed in range(repeats)]
-        most = sum(engine.plan.num_slots.values()) / len(runs)
-    resident_s = None
-    if note is None:
-        resident_s = statistics.median(steps)
-        limit = Limit(bandwidth / touched, f"memory read at {bandwidth / 1e9:.1f} GB/s")
-        part.add("all experts in memory", (1 / s for s in steps), "tok/s", limit, share_of_experts=1.0,
-                 hit_rate=1.0, best_hit_rate=1.0, read_bytes_per_token=0.0)  # fmt: skip
-    else:
-        part.notes.append(note)
-    for share in (share for share in ([most] if note else []) + list(shares) if share <= most):
+    budget = _keep_budget(part, path, threads, runs, repeats, num_tokens)  # first, while the process holds nothing else
+    resident_s, most = _resident(part, path, threads, repeats, num_tokens, len(runs))
+    for share in (share for share in ([] if resident_s else [most]) + list(shares) if share <= most):
         slots = max(1, int(share * len(runs)))
         options = EngineOptions(threads=threads, context=64, speculate="off", read="direct", expert_slots=slots)
         rung = climb(path, options, runs, repeats, num_tokens)
         _add_rung(part, f"{share:.3g} of the experts in memory", rung, resident_s, share)
-    _add_budget(part, path, threads, runs, repeats, num_tokens, resident_s)
+    if budget is not None:
+        ram, peak, rung = budget
+        _add_rung(part, f"--ram {format_bytes(ram)}, a quarter of the model", rung, resident_s, 0.25)
+        part.rows[-1].more.update(ram_bytes=ram, peak_anonymous_bytes=peak)
     return part
+
+
+def _resident(
+    part: Part, path: Path, threads: int | None, repeats: int, num_tokens: int, num_experts: int
+) -> tuple[float | None, float]:
+    """Add the row of all experts in memory: (seconds a token, 1), or (None, the share that fits) and a note."""
+    with filled(path, threads, 64) as (engine, note):
+        if note is not None:
+            part.notes.append(note)
+            return None, sum(engine.plan.num_slots.values()) / num_experts
+        touched = bytes_per_token(model_sizes(engine.checkpoint, EngineOptions().recipe, False))
+        before = read_bytes_s(MEMORY_BYTES)
+        steps = [statistics.mean(step_seconds(engine, 0, num_tokens, seed)) for seed in range(repeats)]
+        bandwidth = (before + read_bytes_s(MEMORY_BYTES)) / 2
+    limit = Limit(bandwidth / touched, f"memory read at {bandwidth / 1e9:.1f} GB/s")
+    part.add("all experts in memory", (1 / s for s in steps), "tok/s", limit, share_of_experts=1.0,
+             hit_rate=1.0, best_hit_rate=1.0, read_bytes_per_token=0.0)  # fmt: skip
+    return statistics.median(steps), 1.0
 
 
 def climb(path: Path, options: EngineOptions, runs: list[Run], repeats: int, num_tokens: int) -> Rung:
     """Decode with a budget."""
-    steps, reads, waits, disk, refused = [], [], [], [], None
+    steps, reads, waits, disk = [], [], [], []
     rng = np.random.default_rng(0)
     order = [runs[n] for n in rng.permutation(len(runs))]
     with tempfile.TemporaryDirectory() as folder:
@@ -106,21 +111,33 @@ def climb(path: Path, options: EngineOptions, runs: list[Run], repeats: int, num
             cache = engine.model.new_cache(WARM_TOKENS + repeats * num_tokens, is_bf16=True)
             decode(engine, cache, rng, WARM_TOKENS)  # the background reads of the start
             for _ in range(repeats):
-                try:
-                    disk.append(read_rate(order, "direct", options.read_threads, 0.5))
-                except OSError as error:
-                    refused = error.strerror
-                    disk.append(read_rate(order, "buffered", options.read_threads, 0.5))
+                before, refused = _disk_rate(order, options.read_threads)
                 bytes_before, wait_before = store.files.bytes_read, store.counters.wait_s
                 steps.append(seconds(lambda: decode(engine, cache, rng, num_tokens)) / num_tokens)
                 reads.append((store.files.bytes_read - bytes_before) / num_tokens)
                 waits.append((store.counters.wait_s - wait_before) / num_tokens)
+                disk.append(max(before, _disk_rate(order, options.read_threads)[0]))
             capacity = sum(num * size for size, num in engine.plan.num_slots.items())
             hit_rate = store.counters.phases["decode"].hit_rate
-        recorded = read_trace(trace)
+        recorded = beginning_full(read_trace(trace))
         best = replay_trace(recorded, Clairvoyant(recorded), capacity).hit_rate("decode")
     medians = (statistics.median(values) for values in (reads, waits))
     return Rung(steps, *medians, hit_rate, best, statistics.median(disk), refused)
+
+
+def _disk_rate(order: list[Run], num_threads: int) -> tuple[float, str | None]:
+    """GB/s of experts read past the page cache, or through it, and then why they had to be."""
+    try:
+        return read_rate(order, "direct", num_threads, 0.5), None
+    except OSError as error:
+        return read_rate(order, "buffered", num_threads, 0.5), error.strerror
+
+
+def beginning_full(trace: Trace) -> Trace:
+    """The trace behind a prompt that used every expert once: memory then begins with what will be used first."""
+    everything = np.arange(trace.header.num_experts)[None]
+    layers = [layer for layer, nbytes in enumerate(trace.header.slab_nbytes) if nbytes]
+    return replace(trace, routings=[*(Routing("prefill", layer, everything) for layer in layers), *trace.routings])
 
 
 def decode(engine: Engine, cache: KVCache, rng: np.random.Generator, num_tokens: int) -> None:
@@ -150,39 +167,19 @@ def _add_rung(part: Part, name: str, rung: Rung, resident_s: float | None, share
     )  # fmt: skip
 
 
-def _add_budget(
-    part: Part,
-    path: Path,
-    threads: int | None,
-    runs: list[Run],
-    repeats: int,
-    num_tokens: int,
-    resident_s: float | None,
-) -> None:
-    """Decode with `--ram` at a quarter of the model, while the system forbids this process to hold much more."""
-    total = shard_bytes(path)
-    ram = total // 4
+def _keep_budget(
+    part: Part, path: Path, threads: int | None, runs: list[Run], repeats: int, num_tokens: int
+) -> tuple[int, int, Rung] | None:
+    """Decode with `--ram` at a quarter of the model: (bytes allowed, most bytes held, what it came to)."""
+    ram = shard_bytes(path) // 4
     options = EngineOptions(threads=threads, context=64, speculate="off", read="direct", ram=ram)
     try:
-        with data_limit(ram + LIMIT_SLACK), PeakMemory() as memory:
+        with PeakMemory() as memory:
             rung = climb(path, options, runs, repeats, num_tokens)
     except CapacityError as error:
         part.notes.append(f"no row for a quarter of the memory: {error}")
-        return
-    _add_rung(part, f"--ram {format_bytes(ram)}, a quarter of the model", rung, resident_s, 0.25)
-    part.rows[-1].more.update(ram_bytes=ram, container_bytes=total, peak_anonymous_bytes=memory.peak_bytes)
-    part.notes.append(f"with --ram {format_bytes(ram)} the process held {format_bytes(memory.peak_bytes)} at most")
-
-
-@contextmanager
-def data_limit(num_bytes: int) -> Iterator[None]:
-    """Lets the system refuse private memory beyond so many bytes, for as long as the `with` lasts."""
-    before = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, before)
+        return None
+    return ram, memory.peak_bytes, rung
 
 
 class PeakMemory:

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from glm_gpu.bench import process, reads
+from glm_gpu.bench import process, reads, tiers
+from glm_gpu.bench import slice as slices
 from glm_gpu.bench.measurement import Limit, Part
 from glm_gpu.engine import DEMO_MODEL
 from glm_gpu.errors import DeviceError
@@ -45,6 +46,15 @@ def test_decode_is_held_against_memory(invoke):
 
 
 @needs_extension
+def test_without_a_model_a_slice_is_written_to_the_disk_named_and_removed(invoke, monkeypatch, tmp_path):
+    small = json.loads((DEMO_MODEL / "config.json").read_text()) | {"num_nextn_predict_layers": 0}
+    monkeypatch.setattr(slices, "glm_config", lambda shape: small)
+    code, out, _ = invoke("bench", "prefill", "--quick", "--json", "--disk", tmp_path)
+    assert code == 0 and json.loads(out)["subject"].startswith("glm-gpu-slice-")
+    assert list(tmp_path.iterdir()) == []
+
+
+@needs_extension
 def test_prefill_is_held_against_the_products(invoke):
     (row,) = rows_of(invoke, "prefill", *QUICK).values()
     assert row["limit"] == pytest.approx(row["peak_gmac_s"] * 1e9 / row["products_per_token"])
@@ -54,8 +64,22 @@ def test_prefill_is_held_against_the_products(invoke):
 def test_tiers_tell_hits_against_the_best_and_bytes_against_the_disk(invoke):
     resident, quarter = rows_of(invoke, "tiers", *QUICK).values()
     assert (resident["hit_rate"], resident["read_bytes_per_token"]) == (1.0, 0.0)
-    assert 0 < quarter["hit_rate"] < 1 and 0 < quarter["best_hit_rate"] < 1
+    assert 0 < quarter["hit_rate"] < quarter["best_hit_rate"] < 1
     assert quarter["read_bytes_per_token"] > 0 and 0 < quarter["wait_share"] < 1
+
+
+@needs_extension
+def test_where_the_page_cache_cannot_be_passed_no_tier_is_held_against_the_disk(invoke, monkeypatch):
+    def rate(order, mode, depth, seconds):
+        if mode == "direct":
+            raise OSError(22, "Invalid argument")
+        return 9.0
+
+    monkeypatch.setattr(tiers, "read_rate", rate)
+    code, out, _ = invoke("bench", "tiers", *QUICK)
+    found = json.loads(out)
+    assert code == 0 and "share" not in found["rows"][1] and not found["rows"][1]["is_disk"]
+    assert any("refused here (Invalid argument): no row tells about the disk" in note for note in found["notes"])
 
 
 @needs_extension
