@@ -107,6 +107,27 @@ class CudaLauncher:
         return function, module, cubin.num_warps, cubin.shared_bytes
 
 
+class Recorder:
+    """Stands in for a launcher and launches nothing: collects how kernels would have to be compiled.
+
+    Attributes:
+        specializations: each once, in the order of their first launch.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[Specialization, None] = {}
+
+    @property
+    def specializations(self) -> list[Specialization]:
+        return list(self._seen)
+
+    def launch(
+        self, kernel: Kernel, grid: tuple[int, ...], arguments: dict[str, Any], constants: dict[str, Any]
+    ) -> None:
+        """As Launcher.launch."""
+        self._seen[describe(kernel, arguments, constants)[0]] = None
+
+
 class Graph:
     """Launches recorded once and replayed as one: the same kernels on the same addresses.
 

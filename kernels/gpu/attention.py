@@ -46,8 +46,8 @@ def attend_latent(
 
     Args:
         q: [T, H, R + P] 16-bit, absorbed query and rotated rope query.
-        caches: [T] i64, address of each row's cache.
-        offset: bytes from there to this layer's stream of [S, R + P] rows.
+        caches: [T] i64, address of each row's cache, a multiple of 16.
+        offset: bytes, a multiple of 16, from there to this layer's stream of [S, R + P] rows.
         cache_dtype: "bf16" or "f16", as q.
         rows: [T, Kmax] i32, chosen positions ascending, or None for positions 0 .. counts[t]-1.
         counts: [T] i32, how many of the rows (or positions) row t sees; at least 1 and at most the `max_count` that
@@ -79,8 +79,8 @@ def attend_heads(
 
     Args:
         q: [T, H, d] 16-bit, rotated.
-        caches: [T] i64, address of each row's cache.
-        key_offset, value_offset: bytes from there to this layer's streams of [S, KV * d] rows.
+        caches: [T] i64, address of each row's cache, a multiple of 16.
+        key_offset, value_offset: bytes, a multiple of 16, from there to this layer's streams of [S, KV * d] rows.
         num_kv_heads: KV, divides H.
         cache_dtype, counts, scale: as in attend_latent.
         parts: f32 of parts_shape(T, H, max_count, d).
@@ -126,6 +126,7 @@ def _attend(
     assert share * num_kv_heads == num_heads, (q.shape, num_kv_heads)
     assert parts.shape == (slice_rows, num_heads, num_chunks, value_width + 2), (parts.shape, q.shape, value_width)
     assert out.shape == (num_rows, num_heads, value_width), (out.shape, q.shape)
+    assert key_offset % 16 == value_offset % 16 == 0, (key_offset, value_offset)
     rest = width - value_width if is_latent else 0
     inputs = {
         "q_ptr": q,

@@ -1,11 +1,10 @@
 """Feed-forward networks on a device: all chosen experts of a layer by address, and the dense or shared one.
 
-A layer's experts are named by a table of addresses: [E] i64, where the slab of expert e begins (in this device's
-memory, or in pinned host memory that it can read), or 0. Tiles of an expert whose address is 0 are left out, so a pass
-may compute what is resident first and the rest, with another table, when it has arrived; `combine` comes last.
+A layer's experts are named by a table of addresses: [E] i64, where the slab of expert e begins, a multiple of 16 (in
+this device's memory, or in pinned host memory that it can read), or 0. Tiles of an expert whose address is 0 are left
+out, so a pass may compute what is resident first and the rest, with another table, when it has arrived; `combine`
+comes last.
 """
-
-import math
 
 from glm_gpu.kernels.gpu.arrays import Array, DeviceMatrix, Kernel, Launcher
 from glm_gpu.kernels.gpu.norm import power_of_two
@@ -127,16 +126,14 @@ def expert_output(
 
 
 def _slab_constants(layout: SlabLayout, roles: tuple[str, ...]) -> dict[str, int | str]:
-    """Byte offsets of matrices in a slab, and the alignment that they all have; slabs begin at multiples of 16."""
-    offsets = {role.upper(): layout.parts[role][0] for role in roles}
-    if layout.format.is_packed:
-        offsets |= {f"{role.upper()}_SCALES": layout.parts[f"{role}.qs"][0] for role in roles}
-    else:
-        offsets |= {f"{role.upper()}_SCALES": 0 for role in roles}
-    alignment = math.gcd(16, *offsets.values())
-    needed = max(layout.scale_dtype.itemsize, layout.format.bits // 2)  # of a scale, and of a word of four weights
-    assert alignment % needed == 0, f"parts of {layout} lie at multiples of {alignment} bytes, expected {needed}"
-    return offsets | {"ALIGNMENT": alignment, "SCALE": "f16" if layout.scale_dtype.itemsize == 2 else "f32"}
+    """Byte offsets of matrices and their scales in a slab."""
+    word_bytes, scale_bytes = layout.format.bits // 2, layout.scale_dtype.itemsize
+    constants = {}
+    for role in roles:
+        data, scales = layout.parts[role][0], layout.parts.get(f"{role}.qs", (0,))[0]
+        assert data % word_bytes == 0 and scales % scale_bytes == 0, f"parts of {layout} lie between two items"
+        constants |= {role.upper(): data, f"{role.upper()}_SCALES": scales}
+    return constants | {"SCALE": "f16" if scale_bytes == 2 else "f32"}
 
 
 def mlp_hidden(launcher: Launcher, x: Array, gate: DeviceMatrix, up: DeviceMatrix, hidden: Array) -> None:

@@ -31,8 +31,8 @@ def index_scores(
     Args:
         q: [T, J, M] 16-bit, rotated index queries.
         head_weights: [T, J] f32, signed.
-        caches: [T] i64, address of each row's cache.
-        offset: bytes from there to this layer's stream of [S, M] index keys.
+        caches: [T] i64, address of each row's cache, a multiple of 16.
+        offset: bytes, a multiple of 16, from there to this layer's stream of [S, M] index keys.
         cache_dtype: "bf16" or "f16", as q.
         counts: [T] i32, positions row t sees.
         scale: multiplied into each dot product before the ReLU.
@@ -41,6 +41,7 @@ def index_scores(
     """
     num_rows, num_heads, width = q.shape
     max_count = scores.shape[1]
+    assert offset % 16 == 0, offset
     arguments = {
         "q_ptr": q,
         "weights_ptr": head_weights,

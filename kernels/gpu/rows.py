@@ -34,12 +34,13 @@ def append_latent(
         norm_weight: [R] f32.
         eps: of the norm.
         cos, sin: [T, P / 2] f32.
-        caches: [T] i64, address of each row's cache.
-        offset: bytes from there to this layer's stream of [S, R + P] rows.
+        caches: [T] i64, address of each row's cache, a multiple of 16.
+        offset: bytes, a multiple of 16, from there to this layer's stream of [S, R + P] rows.
         positions: [T] i32.
         cache_dtype: "bf16" or "f16".
     """
     num_rows, width = kv.shape
+    assert offset % 16 == 0, offset
     (rank,) = norm_weight.shape
     rope_width = width - rank
     assert rope_width == 2 * cos.shape[1] and cos.shape == sin.shape, (kv.shape, norm_weight.shape, cos.shape)
@@ -87,6 +88,7 @@ def append_index_key(
         caches, offset, positions, cache_dtype: as in append_latent, rows of M.
     """
     num_rows, width = keys.shape
+    assert offset % 16 == 0, offset
     arguments = {
         "keys_ptr": keys,
         "weight_ptr": norm_weight,
@@ -119,6 +121,7 @@ def append(
         clip: values are limited to [-clip, clip] before; 0 for no limit.
     """
     num_rows, width = rows.shape
+    assert offset % 16 == 0, offset
     arguments = {
         "rows_ptr": rows,
         "caches_ptr": caches,

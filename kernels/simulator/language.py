@@ -170,9 +170,10 @@ def sum(x: Tensor, axis: int) -> Tensor:
     values = np.moveaxis(x.data, axis + 1, -1)
     if not x.dtype.is_float:
         return Tensor(values.sum(-1, dtype=np.int32 if x.dtype.bits < 32 else x.dtype.values), x.dtype)
-    while values.shape[-1] > 1:
-        half = values.shape[-1] // 2
-        values = values[..., :half] + values[..., half:]
+    with np.errstate(all="ignore"):
+        while values.shape[-1] > 1:
+            half = values.shape[-1] // 2
+            values = values[..., :half] + values[..., half:]
     return Tensor(values[..., 0], x.dtype)
 
 

@@ -79,10 +79,12 @@ class Memory:
         if not addresses.size:
             return
         self._check(addresses, pointer.region, type, "store")
-        addresses = addresses.reshape(-1)
-        if self._is_checked and len(np.unique(addresses)) < len(addresses):
-            raise MemoryFault("a store writes an address twice")
-        self._stores.append((addresses, to_bits(values.reshape(-1), type), who.reshape(-1)))
+        addresses, who = addresses.reshape(-1), who.reshape(-1)
+        if self._is_checked:
+            order = np.lexsort((who, addresses))
+            if ((np.diff(addresses[order]) == 0) & (np.diff(who[order]) == 0)).any():
+                raise MemoryFault("a store writes an address twice")
+        self._stores.append((addresses, to_bits(values.reshape(-1), type), who))
 
     def finish(self) -> None:
         """Make the stores happen."""

@@ -8,11 +8,11 @@ from glm_gpu.kernels.gpu.source.product import split_columns
 
 @triton.jit
 def typed(address, CACHE: tl.constexpr):
-    """An address as a pointer into a cache."""
+    """An address, a multiple of 16 bytes, as a pointer into a cache."""
     if CACHE == "bf16":
-        return address.to(tl.pointer_type(tl.bfloat16))
+        return tl.multiple_of(address.to(tl.pointer_type(tl.bfloat16)), 16)
     else:
-        return address.to(tl.pointer_type(tl.float16))
+        return tl.multiple_of(address.to(tl.pointer_type(tl.float16)), 16)
 
 
 @triton.jit
@@ -63,7 +63,7 @@ def attend_kernel(
     q = tl.load(q_rows[:, None] + value[None, :], mask=is_value[None, :], other=0.0)
     if REST > 0:
         q_rest = tl.load(q_rows[:, None] + VALUE + rest[None, :], mask=is_rest[None, :], other=0.0)
-    cache = tl.multiple_of(tl.load(caches_ptr + row), 16)
+    cache = tl.load(caches_ptr + row)
     keys = typed(cache + key_offset, CACHE) + kv_head * WIDTH
     values = typed(cache + value_offset, CACHE) + kv_head * WIDTH
     maximum = tl.full((BLOCK_H,), float("-inf"), tl.float32)

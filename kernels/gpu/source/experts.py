@@ -13,23 +13,40 @@ def silu_mul(gate, up):
 
 
 @triton.jit
-def slab_rows(slab, DATA: tl.constexpr, SCALES: tl.constexpr, w_row, K: tl.constexpr, BITS: tl.constexpr,
-              GROUP: tl.constexpr, SCALE: tl.constexpr, ALIGNMENT: tl.constexpr):  # fmt: skip
-    """Pointers to the words and the scales of rows of a matrix that begins DATA bytes into a slab."""
-    data = tl.multiple_of(slab + DATA, ALIGNMENT)
-    scales = tl.multiple_of(slab + SCALES, ALIGNMENT)
+def slab_rows(
+    slab,
+    matrix,
+    DATA: tl.constexpr,
+    NEXT_DATA: tl.constexpr,
+    SCALES: tl.constexpr,
+    NEXT_SCALES: tl.constexpr,
+    w_row,
+    K: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SCALE: tl.constexpr,
+):
+    """Pointers to the words and the scales of rows of matrix 0 or 1 of a slab, which lie so many bytes into it.
+
+    Offsets are added to pointers: added to the address before, they would cost the compiler what it knows of alignment.
+    """
     if BITS == 4:
-        words = data.to(tl.pointer_type(tl.uint16))
+        words = tl.multiple_of(slab.to(tl.pointer_type(tl.uint16)), 16)
     elif BITS == 8:
-        words = data.to(tl.pointer_type(tl.uint32))
+        words = tl.multiple_of(slab.to(tl.pointer_type(tl.uint32)), 16)
     else:
-        words = data.to(tl.pointer_type(tl.uint64))
-    GROUPS: tl.constexpr = 1 if GROUP == 0 else (K + GROUP - 1) // GROUP
+        words = tl.multiple_of(slab.to(tl.pointer_type(tl.uint64)), 16)
     if SCALE == "f16":
-        scale_rows = scales.to(tl.pointer_type(tl.float16)) + w_row * GROUPS
+        scales = tl.multiple_of(slab.to(tl.pointer_type(tl.float16)), 16)
+        SCALE_BYTES: tl.constexpr = 2
     else:
-        scale_rows = scales.to(tl.pointer_type(tl.float32)) + w_row * GROUPS
-    return words + w_row * (K // 4), scale_rows
+        scales = tl.multiple_of(slab.to(tl.pointer_type(tl.float32)), 16)
+        SCALE_BYTES: tl.constexpr = 4
+    WORD_BYTES: tl.constexpr = BITS // 2
+    GROUPS: tl.constexpr = 1 if GROUP == 0 else (K + GROUP - 1) // GROUP
+    words += DATA // WORD_BYTES + matrix * ((NEXT_DATA - DATA) // WORD_BYTES)
+    scales += SCALES // SCALE_BYTES + matrix * ((NEXT_SCALES - SCALES) // SCALE_BYTES)
+    return words + w_row * (K // 4), scales + w_row * GROUPS
 
 
 @triton.jit
@@ -51,7 +68,6 @@ def expert_hidden_kernel(
     UP: tl.constexpr,
     GATE_SCALES: tl.constexpr,
     UP_SCALES: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
     SCALE: tl.constexpr,
     EXPERTS_PER_TOK: tl.constexpr,
 ):
@@ -67,10 +83,13 @@ def expert_hidden_kernel(
     x_rows = x_ptr + (tl.maximum(pair, 0) // EXPERTS_PER_TOK).to(tl.int64) * K
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     w_row = tl.minimum(output, N - 1).to(tl.int64)
-    words, scales = slab_rows(slab, GATE, GATE_SCALES, w_row, K, BITS, GROUP, SCALE, ALIGNMENT)
-    gate = product(x_rows, words, scales, K, BITS, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, UNROLL)
-    words, scales = slab_rows(slab, UP, UP_SCALES, w_row, K, BITS, GROUP, SCALE, ALIGNMENT)
-    up = product(x_rows, words, scales, K, BITS, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, UNROLL)
+    gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    up = gate
+    # one loop for both matrices: half the code, and each leaves the other's registers alone
+    for matrix in tl.range(2):
+        words, scales = slab_rows(slab, matrix, GATE, UP, GATE_SCALES, UP_SCALES, w_row, K, BITS, GROUP, SCALE)
+        gate = up
+        up = product(x_rows, words, scales, K, BITS, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, UNROLL)
     hidden = silu_mul(gate, up).to(hidden_ptr.dtype.element_ty)
     begin = pair.to(tl.int64)[:, None] * N
     is_stored = (pair >= 0)[:, None] & (output < N)[None, :]
@@ -94,7 +113,6 @@ def expert_output_kernel(
     UNROLL: tl.constexpr,
     DOWN: tl.constexpr,
     DOWN_SCALES: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
     SCALE: tl.constexpr,
 ):
     """BLOCK_N output columns of up to BLOCK_M pairs of one expert."""
@@ -108,7 +126,7 @@ def expert_output_kernel(
     pair = tl.load(pairs_ptr + tile * BLOCK_M + tl.arange(0, BLOCK_M))
     output = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     w_row = tl.minimum(output, N - 1).to(tl.int64)
-    words, scales = slab_rows(slab, DOWN, DOWN_SCALES, w_row, K, BITS, GROUP, SCALE, ALIGNMENT)
+    words, scales = slab_rows(slab, 0, DOWN, DOWN, DOWN_SCALES, DOWN_SCALES, w_row, K, BITS, GROUP, SCALE)
     x_rows = hidden_ptr + tl.maximum(pair, 0).to(tl.int64) * K
     acc = product(x_rows, words, scales, K, BITS, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, UNROLL)
     begin = pair.to(tl.int64)[:, None] * N

@@ -41,7 +41,7 @@ def index_scores_kernel(
         mask=is_head[:, None] & is_column[None, :],
         other=0.0,
     )
-    keys = typed(tl.multiple_of(tl.load(caches_ptr + row), 16) + offset, CACHE)
+    keys = typed(tl.load(caches_ptr + row) + offset, CACHE)
     key = tl.load(
         keys + position.to(tl.int64)[None, :] * WIDTH + column[:, None],
         mask=is_seen[None, :] & is_column[:, None],

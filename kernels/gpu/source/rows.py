@@ -3,16 +3,15 @@
 import triton
 import triton.language as tl
 
+from glm_gpu.kernels.gpu.source.attention import typed
+
 
 @triton.jit
 def cache_row(caches_ptr, positions_ptr, offset, row, WIDTH: tl.constexpr, CACHE: tl.constexpr):
     """Where a row of the pass is stored in its sequence's cache."""
     begin = tl.load(caches_ptr + row) + offset
     position = tl.load(positions_ptr + row).to(tl.int64)
-    if CACHE == "bf16":
-        return begin.to(tl.pointer_type(tl.bfloat16)) + position * WIDTH
-    else:
-        return begin.to(tl.pointer_type(tl.float16)) + position * WIDTH
+    return typed(begin, CACHE) + position * WIDTH
 
 
 @triton.jit

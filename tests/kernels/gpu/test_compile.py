@@ -1,0 +1,108 @@
+"""Every kernel is compiled for every architecture at GLM-5.2's dimensions, and its machine code held to budgets."""
+
+import os
+import re
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+from device_shapes import Dimensions, record_others, record_products
+
+from glm_gpu.kernels.launch import Recorder
+
+pytest.importorskip("triton", reason="triton is not installed")
+
+ARCHS = (80, 89, 90, 100, 120)
+# Each format and type of activations and scales somewhere; those that are the default everywhere.
+DEFAULT = ("int4_g64", "bf16", "f32")
+OTHERS = {
+    80: [("int4_g64", "f16", "f16")],
+    89: [("int4", "bf16", "f32")],
+    90: [("int4_g64", "f16", "f32"), ("int8", "bf16", "f32")],
+    100: [("int4_g128", "bf16", "f16")],
+    120: [("int8", "f16", "f32"), ("bf16", "bf16", "f32")],
+}
+
+
+def compile_one(specialization, arch):
+    """In a process of its own: (arch, specialization, code, shared bytes, sizes of the PTX parameters)."""
+    from sass import disassemble
+
+    from glm_gpu.kernels.cubins import compile_kernel
+
+    compiled = compile_kernel(specialization, arch)
+    parameters = re.findall(r"\.param\s+\.([bufs]\d+)", compiled.ptx.split("{")[0])
+    return arch, specialization, disassemble(compiled.cubin), compiled.cubin.shared_bytes, parameters
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    work = []
+    for arch in ARCHS:
+        recorder = Recorder()
+        record_products(recorder, 1, *DEFAULT, Dimensions())
+        record_others(recorder, 1, *DEFAULT, Dimensions())
+        for form in OTHERS[arch]:
+            record_products(recorder, 1, *form, Dimensions())
+        work += [(specialization, arch) for specialization in recorder.specializations]
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        return list(pool.map(compile_one, *zip(*work, strict=True)))
+
+
+def products(compiled):
+    """Those that multiply packed weights in a loop over their columns."""
+    for arch, specialization, code, *_ in compiled:
+        constants = dict(specialization.constants)
+        if "BLOCK_K" in constants and "BITS" in constants:
+            yield f"{specialization.kernel.name} {constants} sm_{arch}", specialization, constants, code
+
+
+def test_nothing_spills(compiled):
+    spilling = [f"{s.kernel.name} sm_{arch}" for arch, s, code, *_ in compiled if code.count("LDL|STL")]
+    assert not spilling
+
+
+def test_parameters_are_those_that_a_launch_passes(compiled):
+    sizes = {"*": "64", "i64": "64", "i32": "32", "fp32": "32"}
+    for arch, specialization, _, _, parameters in compiled:
+        expected = [sizes[type if type in sizes else type[0]] for _, type in specialization.types]
+        found = [parameter[1:] for parameter in parameters]
+        assert found == [*expected, "64", "64"], (specialization.kernel.name, arch)
+
+
+def test_shared_memory_fits_every_card_of_the_architecture(compiled):
+    """99 KiB a block is what 8.6, 8.9 and 12.0 allow."""
+    for arch, specialization, _, shared_bytes, _ in compiled:
+        assert shared_bytes <= 99 * 1024, (specialization.kernel.name, arch, shared_bytes)
+
+
+def test_weights_are_read_16_bytes_at_a_time_and_asynchronously(compiled):
+    for name, _, _, code in products(compiled):
+        assert code.count(r"LDGSTS.*128"), name
+
+
+def test_weights_are_multiplied_by_tensor_cores(compiled):
+    for name, _, _, code in products(compiled):
+        assert code.count("HMMA|HGMMA|UTCHMMA"), name
+
+
+# Instructions of a thread for each weight it handles, in the innermost loop. At full memory speed an H200 has 3.5 for
+# four bits, an A100 4.8 (from their data sheets); eight bits have twice as many.
+BUDGETS = {4: 2.5, 8: 5.0}
+
+
+def test_instructions_a_weight_stay_in_their_budget(compiled):
+    for name, specialization, constants, code in products(compiled):
+        if constants["BITS"] not in BUDGETS:
+            continue
+        step = constants["BLOCK_N"] * constants["BLOCK_K"] * constants["UNROLL"]
+        loop = max(code.loops, key=lambda loop: sum(loop.values()))
+        assert any(re.match("HMMA|HGMMA|UTCHMMA", instruction) for instruction in loop), name
+        instructions = sum(loop.values()) * 32 * specialization.kernel.num_warps / step
+        assert instructions <= BUDGETS[constants["BITS"]], (name, instructions)
+
+
+def test_cached_rows_are_read_asynchronously(compiled):
+    names = ("attend_kernel",)
+    for arch, specialization, code, *_ in compiled:
+        if specialization.kernel.name in names:
+            assert code.count(r"LDGSTS.*128") and code.count("HMMA|HGMMA|UTCHMMA"), arch
