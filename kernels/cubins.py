@@ -16,7 +16,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -145,7 +145,7 @@ def file_name(specialization: Specialization, arch: int) -> str:
     content = [
         _VERSION,
         _source_hash(),
-        [kernel.module, kernel.name, kernel.num_warps, kernel.num_stages],
+        list(astuple(kernel)),
         specialization.types,
         specialization.aligned,
         specialization.constants,
@@ -270,4 +270,6 @@ def _compile(specialization: Specialization, arch: int):
     }
     source = ASTSource(function, signature, constants, attributes)
     options = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages, "enable_fp_fusion": True}
+    if kernel.max_registers is not None:
+        options["maxnreg"] = kernel.max_registers
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)

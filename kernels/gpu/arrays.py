@@ -78,12 +78,14 @@ class Kernel:
         name: the function, `..._kernel`.
         num_warps: warps of 32 threads a program.
         num_stages: how many iterations of loads are in flight.
+        max_registers: of a thread; None leaves the choice to ptxas, which may spill for the sake of occupancy.
     """
 
     module: str
     name: str
     num_warps: int = 4
     num_stages: int = 3
+    max_registers: int | None = None
 
 
 class Launcher(Protocol):

@@ -8,16 +8,16 @@ comes last.
 
 from glm_gpu.kernels.gpu.arrays import Array, DeviceMatrix, Kernel, Launcher
 from glm_gpu.kernels.gpu.norm import power_of_two
-from glm_gpu.kernels.gpu.product import BLOCK_M, BLOCK_N, NUM_STAGES, NUM_WARPS, product_constants, tiles, words
+from glm_gpu.kernels.gpu.product import BLOCK_M, BLOCK_N, SCHEDULE, product_constants, tiles, words
 from glm_gpu.slab import SlabLayout
 
 _PLAN_SMALL = Kernel("plan", "plan_small_kernel")
 _RANK = Kernel("plan", "rank_kernel")
 _PLACE = Kernel("plan", "place_kernel")
 _GATHER = Kernel("plan", "gather_kernel")
-_HIDDEN = Kernel("experts", "expert_hidden_kernel", NUM_WARPS, NUM_STAGES)
-_OUTPUT = Kernel("experts", "expert_output_kernel", NUM_WARPS, NUM_STAGES)
-_MLP_HIDDEN = Kernel("experts", "mlp_hidden_kernel", NUM_WARPS, NUM_STAGES)
+_HIDDEN = Kernel("experts", "expert_hidden_kernel", **SCHEDULE)
+_OUTPUT = Kernel("experts", "expert_output_kernel", **SCHEDULE)
+_MLP_HIDDEN = Kernel("experts", "mlp_hidden_kernel", **SCHEDULE)
 _COMBINE = Kernel("experts", "combine_kernel")
 
 # Up to so many (token, choice) pairs one small kernel makes the whole plan.

@@ -11,8 +11,8 @@ BLOCK_M = 16
 BLOCK_N = 64
 # Two warps for 64 rows of weights: each thread unpacks 64 weights a step, which spreads the step's overhead. With 128
 # weights unrolled twice (four groups of 64) a step costs 2.45 instructions a weight on sm_90; with four warps, 2.85.
-NUM_WARPS = 2
-NUM_STAGES = 3
+# Shared memory allows three to six programs a multiprocessor, for which 168 registers a thread are enough.
+SCHEDULE = {"num_warps": 2, "num_stages": 3, "max_registers": 168}
 # Words of a row: four int4 in 16 bits, four int8 in 32, four bf16 in 64.
 _WORDS = {4: "u16", 8: "u32", 16: "u64"}
 

@@ -1,9 +1,9 @@
 """Products of activations with weights in their stored form."""
 
 from glm_gpu.kernels.gpu.arrays import Array, DeviceMatrix, Kernel, Launcher
-from glm_gpu.kernels.gpu.product import BLOCK_M, BLOCK_N, NUM_STAGES, NUM_WARPS, product_constants, tiles, words
+from glm_gpu.kernels.gpu.product import BLOCK_M, BLOCK_N, SCHEDULE, product_constants, tiles, words
 
-_PROJECT = Kernel("projection", "project_kernel", NUM_WARPS, NUM_STAGES)
+_PROJECT = Kernel("projection", "project_kernel", **SCHEDULE)
 _ABSORB = Kernel("projection", "absorb_kernel")
 _EMBED = Kernel("projection", "embed_kernel")
 
