@@ -6,7 +6,7 @@ from glm_gpu.batch import Batch
 from glm_gpu.config import ModelConfig
 from glm_gpu.kernels.absorb import absorb_query, expand_value
 from glm_gpu.kernels.attention import attend_explicit, attend_latent
-from glm_gpu.kernels.matmul import matmul
+from glm_gpu.kernels.matmul import matmul, matmuls
 from glm_gpu.kernels.norm import rms_norm
 from glm_gpu.kernels.rope import rope_half, rope_interleaved
 from glm_gpu.model.indexer import Selection, dense_selections, select, store_rows
@@ -46,17 +46,20 @@ def latent_attention(
     num_heads, nope, value = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim
     rank, activations = config.kv_lora_rank, numerics.activations
     cos, sin = rope
-    q_latent = rms_norm(matmul(h, weights.q_a, activations), weights.q_a_norm, LATENT_NORM_EPS)
+    of_h = [weights.q_a, weights.kv_a]
+    if selections is None:
+        assert weights.indexer is not None
+        of_h.append(weights.indexer.key)
+    q_latent, kv, *index_keys = matmuls(h, of_h, activations)
+    q_latent = rms_norm(q_latent, weights.q_a_norm, LATENT_NORM_EPS)
     q = matmul(q_latent, weights.q_b, activations).reshape(len(h), num_heads, -1)  # [T, H, N + P]
     q_nope, q_rope = q[..., :nope], rope_interleaved(q[..., nope:], cos, sin)
-    kv = matmul(h, weights.kv_a, activations)
     latent = rms_norm(kv[:, :rank], weights.kv_a_norm, LATENT_NORM_EPS)
     new_rows = np.concatenate([latent, rope_interleaved(kv[:, rank:], cos, sin)], axis=1)  # [T, R + P]
     store_rows(batch, layer, "latent", new_rows)
 
     if selections is None:
-        assert weights.indexer is not None
-        selections = select(h, q_latent, weights.indexer, config, batch, layer, rope, numerics)
+        selections = select(h, q_latent, *index_keys, weights.indexer, config, batch, layer, rope, numerics)
 
     scale = np.float32((nope + config.qk_rope_head_dim) ** -0.5)
     if numerics.explicit_prefill and batch.phase == "prefill":

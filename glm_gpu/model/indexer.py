@@ -48,6 +48,7 @@ def dense_selections(batch: Batch) -> list[Selection]:
 def select(
     h: np.ndarray,
     q_latent: np.ndarray,
+    keys: np.ndarray,
     weights: IndexerWeights,
     config: ModelConfig,
     batch: Batch,
@@ -62,6 +63,7 @@ def select(
     Args:
         h: [T, D] f32, the layer's normed input.
         q_latent: [T, Q] f32, the normed query latent.
+        keys: [T, M] f32, the product of h with the indexer's key weight.
         layer: where the index keys are cached.
         rope: cos and sin, [T, P / 2] each.
 
@@ -70,7 +72,6 @@ def select(
     num_heads, width, rope_width = config.index_n_heads, config.index_head_dim, config.qk_rope_head_dim
     rotate = rope_interleaved if config.indexer_rope_interleave else rope_half
     cos, sin = rope
-    keys = matmul(h, weights.key, numerics.activations)
     keys = layer_norm(keys, weights.key_norm, weights.key_norm_bias, INDEX_NORM_EPS)  # [T, M]
     keys = np.concatenate([rotate(keys[:, :rope_width], cos, sin), keys[:, rope_width:]], axis=1)
     store_rows(batch, layer, "index_key", keys)

@@ -1,4 +1,4 @@
-/* Python functions of the products: matmul, mlp, expert_ffn, absorb_query, expand_value. */
+/* Python functions of the products: matmul, matmuls, mlp, expert_ffn, absorb_query, expand_value. */
 #include "bind.h"
 #include "dispatch.h"
 
@@ -79,6 +79,53 @@ static PyObject *py_matmul(PyObject *self, PyObject *const *args, Py_ssize_t nar
     array_release(&x);
     array_release(&y);
     matrix_release(&arrays);
+    return returned;
+}
+
+/* One of several weights and its result: (bits, group, data, scales) and an array. */
+static bool weight_arguments(struct matrix *w, struct matrix_arrays *arrays, struct array *y, PyObject *weights,
+                             PyObject *outs, Py_ssize_t index, const struct array *x) {
+    PyObject *weight = PyTuple_GetItem(weights, index), *out = PyTuple_GetItem(outs, index), *args[MATRIX_ARGUMENTS];
+    if (!weight || !out) return false;
+    if (!PyTuple_Check(weight) || PyTuple_Size(weight) != MATRIX_ARGUMENTS) {
+        PyErr_SetString(PyExc_ValueError, "weights: expected tuples of bits, group, data and scales");
+        return false;
+    }
+    for (int i = 0; i < MATRIX_ARGUMENTS; i++) args[i] = PyTuple_GetItem(weight, i);
+    return matrix_arguments(w, arrays, args, (int)x->shape[1]) && array_write(y, out, "out", "f", 2) &&
+           array_size(y, "out", 0, x->shape[0]) && array_size(y, "out", 1, w->rows);
+}
+
+#define MAX_WEIGHTS 8
+
+/* matmuls(x, weights, activations, outs) */
+static PyObject *py_matmuls(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    struct array x = {0}, y[MAX_WEIGHTS] = {0};
+    struct matrix_arrays arrays[MAX_WEIGHTS] = {0};
+    struct matrix w[MAX_WEIGHTS];
+    enum mode mode;
+    Py_ssize_t num_weights = 0;
+    PyObject *returned = NULL;
+    bool ok = num_arguments("matmuls", nargs, 4) && array_read(&x, args[0], "x", "f", 2) && mode_argument(args[2], &mode);
+    if (ok && (!PyTuple_Check(args[1]) || !PyTuple_Check(args[3]) || PyTuple_Size(args[1]) > MAX_WEIGHTS ||
+               PyTuple_Size(args[1]) != PyTuple_Size(args[3]))) {
+        PyErr_Format(PyExc_ValueError, "matmuls: expected tuples of as many weights as results, at most %d", MAX_WEIGHTS);
+        ok = false;
+    }
+    if (ok) num_weights = PyTuple_Size(args[1]);
+    for (Py_ssize_t i = 0; ok && i < num_weights; i++)
+        ok = weight_arguments(&w[i], &arrays[i], &y[i], args[1], args[3], i, &x);
+    if (ok) {
+        int failed = 0;
+        Py_BEGIN_ALLOW_THREADS
+        for (Py_ssize_t i = 0; !failed && i < num_weights; i++)
+            failed = active->matmul(&w[i], x.data, (int)x.shape[0], mode, y[i].data);
+        Py_END_ALLOW_THREADS
+        returned = result(failed);
+    }
+    array_release(&x);
+    for (int i = 0; i < MAX_WEIGHTS; i++) array_release(&y[i]), matrix_release(&arrays[i]);
     return returned;
 }
 
@@ -280,6 +327,7 @@ static PyObject *py_expand_value(PyObject *self, PyObject *const *args, Py_ssize
 
 PyMethodDef matmul_methods[] = {
     METHOD(matmul, "matmul(x, bits, group, data, scales, activations, out)"),
+    METHOD(matmuls, "matmuls(x, weights, activations, outs): tuples of matmul's four arguments, and of its results."),
     METHOD(mlp, "mlp(x, gate: 4 arguments, up: 4, down: 4, activations, out)"),
     METHOD(expert_ffn,
            "expert_ffn(x, slabs, bits, group, half_scales, width, offsets, choice, weights, activations, out)"),

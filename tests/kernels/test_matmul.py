@@ -4,7 +4,7 @@ from product_weights import IMPLEMENTATIONS, PACKED, random_activations, random_
 
 from glm_gpu import quant
 from glm_gpu.kernels import cpu
-from glm_gpu.kernels.matmul import ACTIVATIONS, matmul, quantize_activations
+from glm_gpu.kernels.matmul import ACTIVATIONS, matmul, matmuls, quantize_activations
 
 COLUMNS = [1, 31, 33, 64, 127, 128, 129, 512, 1000, 1024, 1088, 1536]
 SHAPES = [(tokens, columns) for tokens in (1, 2, 3, 4, 13) for columns in COLUMNS] + [(16, 161), (63, 130), (70, 192)]
@@ -103,6 +103,18 @@ def test_no_tokens_give_no_rows(name):
         assert matmul(np.zeros((0, 64), np.float32), w).shape == (0, 3)
 
 
+@pytest.mark.parametrize("num_rows", [1, 5])
+def test_several_weights_give_what_each_gives_alone(num_rows, implementation):
+    rng = np.random.default_rng(15)
+    x = rng.standard_normal((num_rows, 200), dtype=np.float32)
+    weights = [
+        random_matrix(rng, name, 3 + i, 200) for i, name in enumerate(("int4_g64", "int8", "f32", "bf16", "int2"))
+    ]
+    for found, w in zip(matmuls(x, weights), weights, strict=True):
+        np.testing.assert_array_equal(found, matmul(x, w))
+    assert matmuls(x, []) == []
+
+
 @pytest.mark.skipif(not IMPLEMENTATIONS, reason="the C extension is not built")
 def test_bad_arguments_raise():
     w = random_matrix(np.random.default_rng(14), "int4_g64", 3, 128)
@@ -130,6 +142,19 @@ def test_bad_arguments_raise():
     for error, arguments in wrong:
         with pytest.raises(error):
             call(*arguments)
+    several = cpu.active.matmuls
+    several(x, (w.arguments,), 0, (out,))
+    for error, weights, outs in [
+        (ValueError, (w.arguments,), ()),
+        (ValueError, [w.arguments], [out]),
+        (ValueError, (w.arguments,) * 9, (out,) * 9),
+        (ValueError, (w.arguments[:3],), (out,)),
+        (ValueError, (w.arguments, w.arguments), (out, out[:1])),
+        (ValueError, (w.arguments, None), (out, out)),
+        (TypeError, (w.arguments,), (None,)),
+    ]:
+        with pytest.raises(error):
+            several(x, weights, 0, outs)
     out.flags.writeable = False
     with pytest.raises(TypeError, match="out: expected a C-contiguous writable array"):
         call(x, bits, group, data, scales, 0, out)
