@@ -47,6 +47,7 @@ def serve(
     max_running: MaxRunning = 32,
     max_queued: MaxQueued = 256,
     drain: Drain = 30.0,
+    speculate: opt.Speculate = "auto",
     keep: Keep = "0",
 ) -> None:
     """Serve the model over HTTP: OpenAI's interface, Anthropic's messages, and a page at /.
@@ -74,7 +75,7 @@ def serve(
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise RequestError(f"serve needs {error.name}, which is not installed; pip install 'glm-gpu[serve]'") from None
-    options = dataclasses.replace(model.engine_options("off"), num_contexts=contexts)
+    options = dataclasses.replace(model.engine_options(speculate), num_contexts=contexts)
     path = model.model or DEMO_MODEL
     if (path / "config.json").exists() and not (path / "tokenizer.json").exists():
         Tokenizer.open(path)  # raises; better now than after the weights were read

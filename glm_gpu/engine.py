@@ -48,6 +48,7 @@ class Engine:
         plan: where everything lives.
         context: positions that a session can hold.
         mtp_head: the multi-token layer, or None where it is not loaded.
+        speculate: which drafts are verified.
         speculation: what decides how many tokens are drafted, over all sessions.
         row_identity: everything that the bits of cached rows depend on, as text.
         open_s: seconds that opening took.
@@ -74,7 +75,7 @@ class Engine:
         self.store = _open_store(checkpoint, opening, options, heat)
         numerics = Numerics(options.activations, explicit_prefill=options.fast_math)
         self.model = Transformer(config, weights, self.store, numerics)
-        self._speculate: SpeculateMode = options.speculate
+        self.speculate: SpeculateMode = options.speculate
         self.speculation = WidthPolicy(min_width=0 if options.speculate == "auto" else 1)
         self.mtp_head = MtpHead(self.model) if opening.loads_mtp else None
         if config.mtp_layer is not None and not opening.has_mtp and options.speculate == "auto":
@@ -121,7 +122,7 @@ class Engine:
         if self.mtp_head is not None:
             shares_selection = self.config.index_share_for_mtp_iteration
             mtp = MtpDrafter(self.mtp_head, max_length, self._is_kv_bf16, shares_selection)
-        return Speculator(self._speculate, self.speculation, mtp)
+        return Speculator(self.speculate, self.speculation, mtp)
 
     def constraint(self, grammar: Grammar) -> Constraint:
         """A grammar made ready for one answer of this model.

@@ -1,5 +1,6 @@
 """What the scheduler is asked for, what it reports while it works, and what comes out."""
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,10 +10,14 @@ import numpy as np
 
 from glm_gpu.answer import Answer
 from glm_gpu.beginnings import Loading
+from glm_gpu.errors import GlmGpuError, RequestError
 from glm_gpu.grammar import Constraint
 from glm_gpu.histogram import Histogram
 from glm_gpu.pages import PagedCache
 from glm_gpu.sampling import SamplingParams
+from glm_gpu.speculative import Speculator, Turn
+
+log = logging.getLogger(__name__)
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 # A token's id and its natural log-probability before any sampling parameter.
@@ -45,6 +50,24 @@ class Request:
     scores_prompt: bool = False
     constraint: Constraint | None = None
     deadline_s: float | None = None
+
+    def check(self, vocab_size: int, context: int) -> None:
+        """See that a model with so many tokens and positions could answer.
+
+        Raises:
+            RequestError: an empty prompt, ids outside the vocabulary, or more than the context holds.
+        """
+        num_prompt = len(self.prompt_ids)
+        if not num_prompt:
+            raise RequestError("the prompt has no tokens; give at least one")
+        bad = next((i for i in (*self.prompt_ids, *self.logit_bias) if not 0 <= i < vocab_size), None)
+        if bad is not None:
+            raise RequestError(f"token id {bad} is outside the vocabulary of {vocab_size}; was another tokenizer used?")
+        if self.max_tokens < 0 or num_prompt + self.max_tokens > context:
+            raise RequestError(
+                f"the prompt has {num_prompt} tokens, {self.max_tokens} more are asked for, and the context holds "
+                f"{context}; shorten the prompt or ask for fewer"
+            )
 
 
 @dataclass(frozen=True)
@@ -104,6 +127,8 @@ class Counts:
         prompt_rows, answer_rows: computed in all passes, of prompts and behind them.
         preempted: times that an answer gave up its pages for an older one.
         retried: passes repeated because one failed.
+        answer_steps: times that a pass gave an answer tokens.
+        drafted_tokens, accepted_tokens: verified in them, and those that were what the model chose.
     """
 
     prompt_tokens: int = 0
@@ -116,6 +141,9 @@ class Counts:
     refused: int = 0
     preempted: int = 0
     retried: int = 0
+    answer_steps: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     first_token_s: Histogram = field(default_factory=lambda: Histogram(_LATENCIES))
     token_gap_s: Histogram = field(default_factory=lambda: Histogram(_LATENCIES))
     queue_s: Histogram = field(default_factory=lambda: Histogram(_LATENCIES))
@@ -140,6 +168,7 @@ class Job:
         self.result = Result(len(self.ids))
         self.cache: PagedCache | None = None
         self.loading: Loading | None = None
+        self.speculator: Speculator | None = None
         self.submitted_at = time.monotonic()
         self.last_token_at = 0.0
         self.ids_array = np.array(self.ids, np.int32)
@@ -159,6 +188,31 @@ class Job:
     def scores_prompt(self) -> bool:
         """Whether the logits of all the prompt's rows are still wanted."""
         return self.request.scores_prompt and self.result.completion_tokens == 0
+
+    @property
+    def max_length(self) -> int:
+        """Most tokens of prompt and answer together."""
+        return self.result.prompt_tokens + self.request.max_tokens
+
+    def turn_to_draft(self, max_drafts: int) -> Turn:
+        """What drafts behind the last token may be, at most so many; none before the answer's first."""
+        assert self.speculator is not None
+        limit = min(self.answer.num_left - 1, max_drafts) if self.result.completion_tokens else 0
+        return Turn(self.speculator, self.ids, limit, self.request.constraint)
+
+    def observe(self, token_ids: Sequence[int], hidden: np.ndarray) -> None:
+        """Show drafters what the cache now holds for good; where that fails, the answer goes on without drafts."""
+        if self.speculator is not None:
+            try:
+                self.speculator.observe(token_ids, hidden)
+            except (GlmGpuError, OSError, MemoryError) as error:
+                self.stop_drafting(error)
+
+    def stop_drafting(self, error: Exception) -> None:
+        """Go on without drafts."""
+        assert self.speculator is not None
+        log.warning("drafting failed (%s); the answer goes on without", error)
+        self.speculator = Speculator("off", self.speculator.policy)
 
     @property
     def is_late(self) -> bool:

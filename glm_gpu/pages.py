@@ -217,6 +217,11 @@ class PagedCache(KVCache):
             finally:
                 self._pool.release(dropped[0])
 
+    def rewind(self, length: int) -> None:
+        """Forget positions from `length` on that only this sequence knows of, as rejected drafts; keeps its pages."""
+        assert 0 <= length <= self.length
+        self.length = length
+
     def release(self) -> None:
         """Give all pages back; the cache is empty and may be used again."""
         for page in self.pages:

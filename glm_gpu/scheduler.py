@@ -4,20 +4,20 @@ import itertools
 import logging
 import threading
 import time
-from dataclasses import replace
+from collections.abc import Callable
 
 import numpy as np
 
 from glm_gpu.arrays import common_length
-from glm_gpu.batch import Batch
 from glm_gpu.beginnings import Beginnings
 from glm_gpu.conversations import ConversationStore
-from glm_gpu.errors import CapacityError, GlmGpuError, OverloadedError, RequestError
-from glm_gpu.jobs import Counts, Job, Listener, Request, Token
+from glm_gpu.errors import CapacityError, GlmGpuError, OverloadedError
+from glm_gpu.jobs import Counts, Job, Listener, Request
 from glm_gpu.model.transformer import Transformer
 from glm_gpu.pace import Pace
 from glm_gpu.pages import PagedCache, PagePool
-from glm_gpu.sampling import logprobs, top_logprobs
+from glm_gpu.parts import Part, draft, lay_out, take
+from glm_gpu.speculative import Speculator
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,8 @@ class Scheduler:
 
     Order: a request's turn is the work done before it came, in rows, plus its own prompt's length; the smallest turn
     goes first, into the running set and in prefill. Short prompts so pass long ones, but only those that were waiting
-    for less work than their own length: none waits for ever. Running answers get a token in every pass.
+    for less work than their own length: none waits for ever. Running answers get a token in every pass, and those of
+    their drafts that come true; guesses are drafted only in passes without rows of prompts.
 
     Pages: answers take them as they grow. When none is left, the least recently used remembered ones go; then the
     request with the latest turn gives up its own, and waits to be computed again from where it was.
@@ -48,6 +49,7 @@ class Scheduler:
         max_running, max_queued: requests in passes, and waiting.
         max_rows: most rows of prompts in one pass.
         conversations: where beginnings may be found that are not in memory.
+        make_speculator: drafts for a sequence of at most so many tokens, all by one policy; None for no drafts.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Scheduler:
         max_queued: int = 256,
         max_rows: int = 512,
         conversations: ConversationStore | None = None,
+        make_speculator: Callable[[int], Speculator] | None = None,
     ) -> None:
         assert pool.num_pages * pool.page_tokens >= context
         self.context = context
@@ -68,11 +71,12 @@ class Scheduler:
         self.tree = self.beginnings.tree
         self.counts = Counts()
         self._model = model
+        self._make_speculator = make_speculator
         self._pace = Pace(max_rows)
         self._queue: list[Job] = []
         self._running: list[Job] = []
         self._changed = threading.Condition()
-        self._is_closing = False
+        self._is_closing = self._has_warned = False
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> "Scheduler":
@@ -117,7 +121,7 @@ class Scheduler:
             RequestError: an empty prompt, ids outside the vocabulary, or more than the context holds.
             OverloadedError: the queue is full, or the scheduler is closing.
         """
-        self._check(request)
+        request.check(self._model.config.vocab_size, self.context)
         with self._changed:
             if self._is_closing:
                 raise OverloadedError("the server is shutting down; try again on another one or later")
@@ -145,19 +149,6 @@ class Scheduler:
                     self._changed.wait(_LOOK_S)
             return True
         return bool(parts)
-
-    def _check(self, request: Request) -> None:
-        num_prompt, vocab_size = len(request.prompt_ids), self._model.config.vocab_size
-        if not num_prompt:
-            raise RequestError("the prompt has no tokens; give at least one")
-        bad = next((i for i in (*request.prompt_ids, *request.logit_bias) if not 0 <= i < vocab_size), None)
-        if bad is not None:
-            raise RequestError(f"token id {bad} is outside the vocabulary of {vocab_size}; was another tokenizer used?")
-        if request.max_tokens < 0 or num_prompt + request.max_tokens > self.context:
-            raise RequestError(
-                f"the prompt has {num_prompt} tokens, {request.max_tokens} more are asked for, and the context holds "
-                f"{self.context}; shorten the prompt or ask for fewer"
-            )
 
     def _notify(self) -> None:
         with self._changed:
@@ -209,15 +200,15 @@ class Scheduler:
         )
         return self.pool.num_pages - len(used) - owed
 
-    def _compose(self) -> list[tuple[Job, int]]:
+    def _compose(self) -> list[Part]:
         """Who is in the next pass, with how many rows. Their caches have room for them."""
-        parts: list[tuple[Job, int]] = []
+        parts: list[Part] = []
         for job in sorted(self._running, key=lambda job: job.turn):
             if job.cache and not job.loading and job.num_pending == 1 and self._make_room(job, 1, parts):
-                parts.append((job, 1))
+                parts.append(Part(job, 1, is_prompt=False))
         num_answers, budget = len(parts), None
         for job in sorted(self._running, key=lambda job: job.turn):
-            if job not in self._running or job in [other for other, _ in parts]:
+            if job not in self._running or job in [part.job for part in parts]:
                 continue
             if job.cache is None:
                 if self._is_computed_beside(job, parts):
@@ -233,18 +224,18 @@ class Scheduler:
                 break
             num_rows = min(job.num_pending, budget, _SCORED_ROWS if job.scores_prompt else budget)
             if self._make_room(job, num_rows, parts):
-                parts.append((job, num_rows))
+                parts.append(Part(job, num_rows, is_prompt=job.num_pending > 1))
                 budget -= num_rows
+        if self._make_speculator is not None:
+            draft(parts, self._pace.max_rows)
         return parts
 
-    def _is_computed_beside(self, job: Job, parts: list[tuple[Job, int]]) -> bool:
+    def _is_computed_beside(self, job: Job, parts: list[Part]) -> bool:
         """Whether a request in this pass computes what this one could share a pass later."""
         if job.scores_prompt:
             return False
         known = self.tree.match(job.ids[:-1]).num_tokens
-        others = [other for other, _ in parts if other.num_pending > 1] + [
-            other for other in self._running if other.loading
-        ]
+        others = [part.job for part in parts if part.is_prompt] + [other for other in self._running if other.loading]
         return any(common_length(job.ids_array, other.ids_array) - 1 > known for other in others)
 
     def _begin(self, job: Job) -> None:
@@ -257,15 +248,23 @@ class Scheduler:
         if job.result.first_token_s is None:
             job.result.reused_tokens = 0 if job.loading else job.cache.length
             job.result.queue_s = time.monotonic() - job.submitted_at
+        if job.loading is None:
+            self._give_drafts(job)
 
     def _loaded(self, job: Job) -> None:
         """Go on with what came from disk, or without it."""
         self.beginnings.loaded(job.loading, job.ids[:-1])
         job.loading = None
+        self._give_drafts(job)
         if job.result.first_token_s is None:
             job.result.reused_tokens = job.cache.length
 
-    def _make_room(self, job: Job, num_rows: int, parts: list[tuple[Job, int]]) -> bool:
+    def _give_drafts(self, job: Job) -> None:
+        if self._make_speculator is not None:
+            job.speculator = self._make_speculator(job.max_length)
+            job.speculator.skip_beginning(job.cache.length)
+
+    def _make_room(self, job: Job, num_rows: int, parts: list[Part]) -> bool:
         """Get pages for a request's next rows; False when it had to give up its own instead."""
         assert job.cache is not None
         while True:
@@ -277,7 +276,7 @@ class Scheduler:
                 num_missing = -(-(length - job.cache.capacity) // self.pool.page_tokens)
                 if self.tree.evict(num_missing):
                     continue
-            in_pass = [other for other, _ in parts]
+            in_pass = [part.job for part in parts]
             later = [j for j in self._running if j.cache and j.turn >= job.turn and j not in in_pass]
             victim = max(later, key=lambda j: j.turn)
             self._preempt(victim)
@@ -299,12 +298,12 @@ class Scheduler:
         if job.cache is not None:
             self.tree.insert(job.ids[: job.cache.length], job.cache.pages)
             job.cache.release()
-            job.cache = None
+            job.cache = job.speculator = None
 
-    def _forward(self, parts: list[tuple[Job, int]]) -> None:
+    def _forward(self, parts: list[Part]) -> None:
         """Run a pass and hand on its tokens. If it fails, each of its requests alone: only those that fail end."""
         try:
-            logits = self._run(parts)
+            outputs = self._run(parts)
         except Exception as error:
             if len(parts) > 1:
                 log.warning("a pass of %d requests failed (%s); each is tried alone", len(parts), error)
@@ -312,7 +311,7 @@ class Scheduler:
                 for part in parts:
                     self._forward([part])
                 return
-            job = parts[0][0]
+            job = parts[0].job
             if not isinstance(error, GlmGpuError | OSError | MemoryError):
                 log.exception("the model failed on a request")
             if not isinstance(error, MemoryError):
@@ -322,48 +321,51 @@ class Scheduler:
             freed = self._model.store.shrink(_SHRINK_BYTES)
             log.warning("out of memory; %d bytes of experts were given back and the pass is repeated", freed)
             try:
-                logits = self._run(parts)
+                outputs = self._run(parts)
             except Exception as again:
                 self._end(job, "error", again)
                 return
-        for job, rows in logits:
+        for part, logits, hidden in outputs:
             try:
-                self._take(job, rows)
+                reason = take(part, logits, hidden, self.counts)
             except Exception as error:
                 if not isinstance(error, GlmGpuError):
                     log.exception("a request failed behind the model")
-                self._end(job, "error", error)
+                self._end(part.job, "error", error)
+            else:
+                if reason is not None:
+                    self._end(part.job, reason)
 
-    def _run(self, parts: list[tuple[Job, int]]) -> list[tuple[Job, np.ndarray]]:
-        """One pass: for each request whose rows were asked for, their logits, [n, V] f32."""
-        prefilling = [(job, rows, job.cache.length) for job, rows in parts if job.num_pending > 1]
-        num_prefill = sum(rows for _, rows, _ in prefilling)
-        spans, wanted, start = [], [], 0
-        for job, num_rows in parts:
-            assert job.cache is not None
-            done = job.cache.length
-            spans.append((job.ids[done : done + num_rows], job.cache))
-            if job.scores_prompt:
-                wanted.append((job, range(start, start + num_rows)))
-            elif done + num_rows == len(job.ids):
-                wanted.append((job, range(start + num_rows - 1, start + num_rows)))
-            start += num_rows
-        batch = Batch.of(spans, "prefill" if num_prefill else "decode", no_logits=True)
-        batch = replace(batch, logits_at=np.array([row for _, rows in wanted for row in rows], np.int32))
+    def _run(self, parts: list[Part]) -> list[tuple[Part, np.ndarray, np.ndarray]]:
+        """One pass: for each request the logits that it wanted, [n, V] f32, and the hidden states of all its rows.
+
+        Drafts are run, but not yet counted as cached.
+        """
+        prompts = [(part, part.job.cache.length) for part in parts if part.is_prompt]
+        num_prefill, num_answers = sum(part.num_rows for part, _ in prompts), len(parts) - len(prompts)
+        batch, wanted = lay_out(parts)
         began = time.perf_counter()
-        output = self._model.forward(batch).logits
-        first_context = prefilling[0][2] if prefilling else 0
-        self._pace.record(time.perf_counter() - began, len(parts) - len(prefilling), num_prefill, first_context)
+        output = self._model.forward(batch)
+        seconds, num_rows = time.perf_counter() - began, len(batch.token_ids)
+        self._pace.record(seconds, num_answers, num_prefill, prompts[0][1] if prompts else 0)
+        if not prompts and (speculator := parts[0].job.speculator) is not None:
+            speculator.policy.times(num_answers).observe(num_rows, seconds)
         self.counts.passes += 1
         self.counts.prompt_rows += num_prefill
-        self.counts.answer_rows += start - num_prefill
-        for job, _, before in prefilling:
+        self.counts.answer_rows += num_rows - num_prefill
+        for part in parts:
+            part.job.cache.rewind(part.job.cache.length - len(part.drafted_ids))
+        for part, before in prompts:
+            job = part.job
             # what a page holds is told when it is full, for a look at all ids takes a while
             if not job.num_pending or before // self.pool.page_tokens != job.cache.length // self.pool.page_tokens:
                 self.tree.insert(job.ids[: job.cache.length], job.cache.pages)
             self._tell_progress(job)
-        stops = itertools.accumulate(len(rows) for _, rows in wanted)
-        return [(job, output[stop - len(rows) : stop]) for (job, rows), stop in zip(wanted, stops, strict=True)]
+        stops = itertools.accumulate(len(rows) for rows in wanted)
+        return [
+            (part, output.logits[stop - len(rows) : stop], output.hidden[span.rows])
+            for part, span, rows, stop in zip(parts, batch.spans, wanted, stops, strict=True)
+        ]
 
     def _tell_progress(self, job: Job) -> None:
         try:
@@ -372,52 +374,12 @@ class Scheduler:
             log.exception("a listener failed; its request is cancelled")
             job.is_cancelled = True
 
-    def _take(self, job: Job, logits: np.ndarray) -> None:
-        """Score the prompt's rows where that is asked for; behind the last token, choose the next."""
-        request, result = job.request, job.result
-        if job.scores_prompt:
-            self._score_prompt(job, logits)
-        if job.num_pending:
-            return
-        if request.max_tokens == 0:
-            self._end(job, "length")
-            return
-        logits, num_before = logits[-1], len(job.ids)
-        token_id = job.answer.choose(_biased(logits, request))
-        if len(job.ids) == num_before:
-            result.end_token = _scored(token_id, logits, request.num_logprobs)
-            self._end(job, "stop")
-            return
-        result.completion_tokens += 1
-        self.counts.completion_tokens += 1
-        self._note_time(job)
-        if job.listener.token(_scored(token_id, logits, request.num_logprobs)):
-            self._end(job, "stop")
-        elif job.answer.finish_reason is not None:
-            self._end(job, job.answer.finish_reason)
-
-    def _score_prompt(self, job: Job, logits: np.ndarray) -> None:
-        prompt, first = job.result.prompt, job.cache.length - len(logits)
-        if not prompt:
-            prompt.append(Token(job.ids[0]))
-        for position, row in enumerate(logits, first + 1):
-            if position < job.result.prompt_tokens:
-                prompt.append(_scored(job.ids[position], row, job.request.num_logprobs or 0))
-
-    def _note_time(self, job: Job) -> None:
-        now = time.monotonic()
-        if job.result.first_token_s is None:
-            job.result.first_token_s = now - job.submitted_at
-            self.counts.first_token_s.record(job.result.first_token_s)
-        else:
-            self.counts.token_gap_s.record(now - job.last_token_at)
-        job.last_token_at = now
-
     def _end(self, job: Job, reason: str, error: Exception | None = None) -> None:
         """Take a request out of the running set, or of nothing if it was queued, and tell its listener."""
         result = job.result
         result.finish_reason, result.error = reason, error
         result.total_s = time.monotonic() - job.submitted_at
+        self._check_drafts(job)
         self._release(job)
         if job in self._running:
             self._running.remove(job)
@@ -431,18 +393,9 @@ class Scheduler:
         except Exception:
             log.exception("a listener failed at the end of its request")
 
-
-def _biased(logits: np.ndarray, request: Request) -> np.ndarray:
-    """The logits with the request's bias added; a copy if there is any."""
-    if request.logit_bias:
-        logits = logits.copy()
-        for token_id, bias in request.logit_bias.items():
-            logits[token_id] += np.float32(bias)
-    return logits
-
-
-def _scored(token_id: int, logits: np.ndarray, num_alternatives: int | None) -> Token:
-    if num_alternatives is None:
-        return Token(token_id)
-    values = logprobs(logits)
-    return Token(token_id, float(values[token_id]), tuple(top_logprobs(values, num_alternatives)))
+    def _check_drafts(self, job: Job) -> None:
+        """Say once in the log that the multi-token layer guesses implausibly badly."""
+        warning = job.speculator and job.speculator.policy.warning
+        if warning and not self._has_warned:
+            self._has_warned = True
+            log.warning(warning)

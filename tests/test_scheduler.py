@@ -5,48 +5,15 @@ import time
 
 import numpy as np
 import pytest
+from asking import CONTEXT, GREEDY, Answer, P, ask, prompt, run
 from toy_model import LAYOUT, ToyModel
 
 from glm_gpu.engine import Engine
 from glm_gpu.errors import CheckpointError, OverloadedError, RequestError
-from glm_gpu.jobs import Request
 from glm_gpu.model.transformer import cache_layout
 from glm_gpu.pages import PagePool
 from glm_gpu.sampling import SamplingParams
 from glm_gpu.scheduler import Scheduler
-
-GREEDY = SamplingParams(temperature=0.0)
-P = PagePool(LAYOUT, 1).page_tokens
-CONTEXT = 64 * P
-
-
-class Answer:
-    """Listens, and lets a test wait for the end."""
-
-    def __init__(self, num_wanted=None):
-        self.tokens, self.progress, self.result = [], [], None
-        self.num_wanted = num_wanted
-        self.has_ended = threading.Event()
-
-    def prefilled(self, num_done, num_prompt):
-        self.progress.append((num_done, num_prompt))
-
-    def token(self, token):
-        self.tokens.append(token)
-        return len(self.tokens) == self.num_wanted
-
-    def ended(self, result):
-        assert self.result is None
-        self.result = result
-        self.has_ended.set()
-
-    @property
-    def ids(self):
-        return [token.id for token in self.tokens]
-
-
-def prompt(length, seed):
-    return np.random.default_rng(seed).integers(0, 64, length).tolist()
 
 
 @pytest.fixture
@@ -66,20 +33,6 @@ def make():
         scheduler.tree.clear()
         assert pool.num_free == pool.num_pages
         pool.close()
-
-
-def run(scheduler, *requests):
-    """Submit all, run to the end, and give their answers."""
-    answers = [Answer() for _ in requests]
-    for request, answer in zip(requests, answers, strict=True):
-        scheduler.submit(request, answer)
-    while scheduler.step():
-        pass
-    return answers
-
-
-def ask(ids, max_tokens=8, **more):
-    return Request(ids, more.pop("params", GREEDY), max_tokens, **more)
 
 
 def test_every_answer_is_the_one_its_request_gets_alone(make):

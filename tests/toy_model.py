@@ -52,7 +52,8 @@ class ToyModel:
             ]
         self.batches.append([span.stop - span.start for span in batch.spans])
         batch.commit()
-        return Output(np.array(logits, np.float32).reshape(-1, self.config.vocab_size), np.empty((0, 0), np.float32))
+        hidden = np.zeros((len(batch.token_ids), 1), np.float32)
+        return Output(np.array(logits, np.float32).reshape(-1, self.config.vocab_size), hidden)
 
     def answer(self, prompt_ids, num_tokens: int) -> list[int]:
         """What greedy choice makes of a prompt."""

@@ -205,5 +205,5 @@ def _add_state(app: FastAPI, server: _Server, active: ActiveRequests) -> None:
     @app.get("/metrics", tags=["state"], response_class=PlainTextResponse)
     async def prometheus() -> Response:
         """Counts and histograms in Prometheus' text format."""
-        text = metrics.render(server.scheduler, server.engine.store, active.count)
+        text = metrics.render(server.scheduler, server.engine.store, server.engine.speculation, active.count)
         return Response(text, headers={"Content-Type": metrics.CONTENT_TYPE})

@@ -42,6 +42,19 @@ class AfterReasoning:
         elif token_id == self._end_think_id:
             self._is_reasoning = False
 
+    def forced(self, limit: int) -> list[int]:
+        return [] if self._is_reasoning else self._constraint.forced(limit)
+
+    def num_valid(self, token_ids: Sequence[int]) -> int:
+        if not self._is_reasoning:
+            return self._constraint.num_valid(token_ids)
+        for n, token_id in enumerate(token_ids):
+            if token_id in self.end_ids:
+                return n
+            if token_id == self._end_think_id:
+                return n + 1 + self._constraint.num_valid(token_ids[n + 1 :])
+        return len(token_ids)
+
 
 def tool_call_grammar(tools: Sequence[dict[str, Any]], max_calls: int | None) -> Grammar:
     """A reply that is nothing but calls of these tools, at least one, in GLM's markup.

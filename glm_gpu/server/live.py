@@ -67,6 +67,13 @@ class Live:
                 "cached": counts.reused_tokens,
                 "completion": counts.completion_tokens,
             },
+            "speculation": {
+                "mode": engine.speculate,
+                "drafted_tokens": counts.drafted_tokens,
+                "accepted_tokens": counts.accepted_tokens,
+                "tokens_per_pass": round(1 + counts.accepted_tokens / max(1, counts.answer_steps), 3),
+                **engine.speculation.as_dict(),
+            },
             "cache": {
                 "page_tokens": pool.page_tokens,
                 "pages": pool.num_pages,

@@ -5,13 +5,14 @@ from collections.abc import Iterable
 from glm_gpu.histogram import Histogram
 from glm_gpu.machine import peak_rss_bytes
 from glm_gpu.scheduler import Scheduler
+from glm_gpu.speculative import WidthPolicy
 from glm_gpu.tiers.store import TieredStore
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 Samples = Iterable[tuple[dict[str, str], float]]
 
 
-def render(scheduler: Scheduler, store: TieredStore, num_connections: int) -> str:
+def render(scheduler: Scheduler, store: TieredStore, speculation: WidthPolicy, num_connections: int) -> str:
     """All metrics as they stand.
 
     Source: Prometheus' exposition format, version 0.0.4.
@@ -37,12 +38,34 @@ def render(scheduler: Scheduler, store: TieredStore, num_connections: int) -> st
                 [({"use": "free"}, pool.num_free), ({"use": "taken"}, pool.num_pages - pool.num_free)]),
         _one("cache_page_tokens", "gauge", "Positions of a page.", pool.page_tokens),
         _one("resident_peak_bytes", "gauge", "Most memory this process has had.", peak_rss_bytes()),
+        *_drafts(scheduler, speculation),
         *_tiers(store),
         _histogram("first_token_seconds", "From a request to its first token.", counts.first_token_s),
         _histogram("token_gap_seconds", "Between two tokens of an answer.", counts.token_gap_s),
         _histogram("queue_seconds", "From a request to the start of its prompt.", counts.queue_s),
     ]  # fmt: skip
     return "".join(parts)
+
+
+def _drafts(scheduler: Scheduler, speculation: WidthPolicy) -> list[str]:
+    counts, drafts = scheduler.counts, sorted(speculation.acceptance.counts.items())
+    by_depth = [
+        ({"source": source.replace(" ", "_"), "depth": str(depth), "came": came}, count)
+        for source, depths in drafts
+        for depth, found in enumerate(depths, start=1)
+        for came, count in (("true", found.right), ("false", found.tried - found.right))
+        if found.tried
+    ]
+    return [
+        _one("answer_steps_total", "counter", "Times that a pass gave an answer tokens.", counts.answer_steps),
+        _metric("drafted_tokens_total", "counter", "Drafts verified, by whether the model chose them.",
+                [({"accepted": "yes"}, counts.accepted_tokens),
+                 ({"accepted": "no"}, counts.drafted_tokens - counts.accepted_tokens)]),
+        _metric("guesses_total", "counter", "Guesses compared with what came, verified or not, by source and depth.",
+                by_depth),
+        _one("draft_width", "gauge", "Tokens drafted for the last pass, all answers together.", speculation.last.width),
+        _one("draft_gain", "gauge", "Speed expected of that pass against one without drafts.", speculation.last.gain),
+    ]  # fmt: skip
 
 
 def _tiers(store: TieredStore) -> list[str]:

@@ -114,8 +114,16 @@ def serve(
     if folder is not None and limits.keep_bytes:
         conversations = ConversationStore(folder, engine.row_identity, limits.keep_bytes)
     max_rows = PREFILL_CHUNK - limits.max_running
+    make_speculator = None if engine.speculate == "off" else engine.speculator
     scheduler = Scheduler(
-        engine.model, pool, engine.context, limits.max_running, limits.max_queued, max_rows, conversations
+        engine.model,
+        pool,
+        engine.context,
+        limits.max_running,
+        limits.max_queued,
+        max_rows,
+        conversations,
+        make_speculator,
     )
     scheduler.start()
     app = create_app(engine, scheduler, settings, on_ready)

@@ -11,13 +11,13 @@ from glm_gpu.model.mtp import MtpHead
 from glm_gpu.model.transformer import Output
 from glm_gpu.speculative.draft import Draft
 
-# Rows that may wait for the layer to run over them: bounds what they take (12 MB at GLM-5.2's width) and costs one
-# pass of one layer when they are many.
-MAX_PENDING = 512
+# Rows that may wait for the layer to run over them: bounds what they take (3 MB a sequence at GLM-5.2's width) and
+# costs one pass of one layer when they are many.
+MAX_PENDING = 128
 # Of them, so many are kept where nobody wants drafts: enough text behind which to begin again.
-_KEPT_PENDING = 256
-# Before sequences share a pass, one with more waiting rows than this runs them alone: bounds the pass's memory.
-MAX_SHARED = 16
+_KEPT_PENDING = 64
+# Most rows of a pass that sequences share, as many as one of a prompt has: before it, long waiting ones are run alone.
+_MAX_ROWS = 512
 
 
 class MtpDrafter:
@@ -135,7 +135,7 @@ def draft_together(turns: Sequence[tuple[MtpDrafter, Sequence[int], int]]) -> li
     """
     drafters = [drafter for drafter, _, _ in turns]
     for drafter in drafters:
-        if len(turns) > 1 and drafter.num_pending > MAX_SHARED:
+        if drafter.num_pending and drafter.num_pending >= _MAX_ROWS // len(turns):
             drafter._run_pending()
     output, selections = _forward([(drafter, drafter._due_rows(ids)) for drafter, ids, _ in turns], "decode")
     for drafter in drafters:

@@ -10,13 +10,15 @@ import numpy as np
 from glm_gpu.grammar import Constraint
 from glm_gpu.speculative.acceptance import MAX_WIDTH
 from glm_gpu.speculative.draft import Draft, Drafter
-from glm_gpu.speculative.mtp import MAX_SHARED, MtpDrafter, draft_together
+from glm_gpu.speculative.mtp import MtpDrafter, draft_together
 from glm_gpu.speculative.ngram import NgramDrafter
 from glm_gpu.speculative.width import Offer, WidthPolicy
 
 SpeculateMode = Literal["auto", "off", "mtp", "ngram", "grammar"]
 # Tokens that a grammar forces are right for certain, so more of them than guesses go into a pass.
 MAX_FORCED = 64
+# A first step over more waiting rows a sequence says nothing about what a draft usually takes.
+_MAX_TIMED_PENDING = 16
 
 
 class Speculator:
@@ -139,8 +141,7 @@ def _guess(policy: WidthPolicy, guessing: list[tuple[Turn, int]]) -> list[Draft]
     if not guessing:
         return []
     mtps = [turn.speculator._mtp for turn, _ in guessing]
-    # a first step over many waiting rows says nothing about what a draft usually takes
-    is_usual = sum(mtp.num_pending for mtp in mtps) <= MAX_SHARED * len(mtps)
+    is_usual = sum(mtp.num_pending for mtp in mtps) <= _MAX_TIMED_PENDING * len(mtps)
     began = time.perf_counter()
     wanted = [(mtp, turn.ids, width) for mtp, (turn, width) in zip(mtps, guessing, strict=True)]
     drafts = draft_together(wanted) if len(wanted) > 1 else [mtp.draft(ids, width) for mtp, ids, width in wanted]
