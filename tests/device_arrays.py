@@ -1,10 +1,14 @@
-"""Arrays as device operations take them, in this process's memory, and how the simulator is asked to run them."""
+"""Arrays as device operations take them, in this process's memory, and how the simulator is asked to run them.
 
+With TRITON_INTERPRET=1 the same tests run in Triton's own interpreter.
+"""
+
+import os
 from dataclasses import dataclass
 
 import numpy as np
 
-from glm_gpu.kernels.gpu.arrays import DeviceMatrix, View
+from glm_gpu.kernels.gpu.arrays import DeviceMatrix, Launcher, View
 from glm_gpu.kernels.simulator import Simulator
 from glm_gpu.quant import Format, QuantizedMatrix, bf16_to_f32, f32_to_bf16, quantize
 
@@ -13,14 +17,18 @@ _NAMES = {"float32": "f32", "float16": "f16", "uint16": "bf16", "uint8": "u8", "
 HALF_ULP = {"bf16": 2.0**-8, "f16": 2.0**-11}
 
 
-def checked() -> Simulator:
-    """A simulator that looks for everything it can find."""
-    return Simulator(regions=lambda: (), is_checked=True)
+def checked_over(*memory: np.ndarray) -> Launcher:
+    """A simulator that looks for everything it can find; addresses from tables may reach the given memory only."""
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from triton_interpreter import TritonInterpreter
 
-
-def checked_over(*memory: np.ndarray) -> Simulator:
-    """The same, with memory that addresses from tables may reach."""
+        return TritonInterpreter()
     return Simulator(lambda: [(array.ctypes.data, array.nbytes) for array in memory], is_checked=True)
+
+
+def checked() -> Launcher:
+    """The same for kernels that take no addresses from tables."""
+    return checked_over()
 
 
 @dataclass(frozen=True)
