@@ -16,7 +16,6 @@ import json
 import logging
 import os
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +27,7 @@ from glm_gpu.arrays import common_length
 from glm_gpu.cache import CacheLayout, KVCache
 from glm_gpu.errors import CheckpointError, RequestError
 from glm_gpu.json_file import parse_json_object
+from glm_gpu.state import replacing
 from glm_gpu.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -76,23 +76,14 @@ def save_conversation(
         "is_bf16": cache.layout.is_bf16,
         "note": note or {},
     }
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            digest = hashlib.sha256()
-            parts = [_FIRST_LINE, json.dumps(header).encode() + b"\n", np.asarray(ids, np.int32).tobytes()]
-            parts += [_bytes_of(rows) for rows in _all_rows(cache, num_cached)]
-            for part in parts:
-                digest.update(part)
-                file.write(part)
-            file.write(digest.digest())
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).replace(path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with replacing(path) as file:
+        digest = hashlib.sha256()
+        parts = [_FIRST_LINE, json.dumps(header).encode() + b"\n", np.asarray(ids, np.int32).tobytes()]
+        parts += [_bytes_of(rows) for rows in _all_rows(cache, num_cached)]
+        for part in parts:
+            digest.update(part)
+            file.write(part)
+        file.write(digest.digest())
 
 
 class Stopped(Exception):

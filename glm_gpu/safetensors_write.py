@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from glm_gpu.safetensors_index import DTYPE_BITS
+from glm_gpu.state import sync_folder
 
 TEMPORARY_SUFFIX = ".partial"
 _WRITE_BYTES = 16 << 20
@@ -65,7 +66,7 @@ def write_safetensors(
         if before_rename:
             before_rename(written)
         partial.rename(path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except BaseException:
         with suppress(OSError):
             partial.unlink()
@@ -113,11 +114,3 @@ def safetensors_header(tensors: Iterable, align: int = 4096, metadata: dict | No
 def tensor_nbytes(dtype: str, shape: Sequence[int]) -> int:
     """Bytes that a tensor of that type and shape takes in a file."""
     return math.prod(shape) * DTYPE_BITS[dtype] // 8
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,6 +1,7 @@
 """How well a model expects a text: teacher-forced log-likelihood and perplexity."""
 
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -13,6 +14,7 @@ from glm_gpu.engine import Engine
 from glm_gpu.errors import CapacityError, RequestError
 from glm_gpu.machine import disk_free_bytes
 from glm_gpu.sampling import logprobs
+from glm_gpu.state import sync_folder
 from glm_gpu.units import format_bytes
 
 
@@ -93,7 +95,10 @@ def logits_writer(path: Path | None, num_tokens: int, vocab_size: int) -> Iterat
             header = {"descr": "<f4", "fortran_order": False, "shape": (num_tokens, vocab_size)}
             np.lib.format.write_array_header_2_0(file, header)
             yield lambda rows: file.write(np.ascontiguousarray(rows, "<f4").data) and None
+            file.flush()
+            os.fsync(file.fileno())
         partial.rename(path)
+        sync_folder(path.parent)
     except BaseException:
         with suppress(OSError):
             partial.unlink()

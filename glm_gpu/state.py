@@ -12,8 +12,10 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
@@ -72,11 +74,18 @@ def replace_file(path: Path, data: bytes, is_synced: bool) -> None:
     Raises:
         OSError: the folder cannot be made or written.
     """
+    with replacing(path, is_synced) as file:
+        file.write(data)
+
+
+@contextmanager
+def replacing(path: Path, is_synced: bool = True) -> Iterator[BinaryIO]:
+    """As `replace_file`, by a file to write to. Only its owner can read it."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             if is_synced:
                 os.fsync(file.fileno())
@@ -84,12 +93,19 @@ def replace_file(path: Path, data: bytes, is_synced: bool) -> None:
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
-    if is_synced and os.name == "posix":
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    if is_synced:
+        sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the names in a folder are on the disk."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def read_state(path: Path, kind: str, version: int) -> tuple[dict, dict[str, np.ndarray]] | None:

@@ -21,6 +21,7 @@ from glm_gpu.convert.settings import ConvertSettings
 from glm_gpu.errors import CheckpointError, RequestError
 from glm_gpu.json_file import read_json_object
 from glm_gpu.manifest import MANIFEST_FILE, ShardRecord
+from glm_gpu.state import sync_folder
 
 JOURNAL_FILE = MANIFEST_FILE + ".partial"
 VERSION = 1
@@ -126,8 +127,4 @@ def replace_file(path: Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_folder(path.parent)
