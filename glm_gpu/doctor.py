@@ -10,6 +10,7 @@ from pathlib import Path
 from glm_gpu import machine
 from glm_gpu.chat import ChatTemplate
 from glm_gpu.checkpoint import Checkpoint
+from glm_gpu.device_choice import open_devices
 from glm_gpu.engine import DEMO_MODEL
 from glm_gpu.errors import GlmGpuError
 from glm_gpu.host_checks import Check, check_disk, check_driver, check_limits
@@ -28,10 +29,10 @@ def check_all(path: Path | None, options: EngineOptions, disk: Path | None = Non
         disk: a folder that GLM-5.2 is to be stored in; None to leave that out.
     """
     room = [] if disk is None else [check_disk(disk)]
-    return [*check_machine(), *room, *check_model(path or DEMO_MODEL, options)]
+    return [*check_machine(options), *room, *check_model(path or DEMO_MODEL, options)]
 
 
-def check_machine() -> Iterator[Check]:
+def check_machine(options: EngineOptions) -> Iterator[Check]:
     """Whether programs, processor and memory are as they should be."""
     yield Check("python", "ok", f"{platform.python_version()} at {sys.executable}")
     names = ("numpy", "tokenizers", "jinja2", "typer")
@@ -41,6 +42,7 @@ def check_machine() -> Iterator[Check]:
     yield _memory()
     yield from check_limits()
     yield check_driver()
+    yield _devices(options)
 
 
 def check_model(path: Path, options: EngineOptions) -> Iterator[Check]:
@@ -113,6 +115,18 @@ def _kernels() -> Check:
         f"no C extension ({reason}): everything runs on NumPy, many times slower",
         "install a C compiler (apt install gcc python3-dev) and install glm-gpu again",
     )
+
+
+def _devices(options: EngineOptions) -> Check:
+    """What would compute. The CPU is well on a machine without a card, and worth a look on one with."""
+    try:
+        devices, reason = open_devices(options.devices)
+    except GlmGpuError as error:
+        return Check("device", "fail", str(error))
+    if devices:
+        return Check("device", "warn" if reason else "ok", "; ".join(str(device.info) for device in devices), reason)
+    is_meant = options.devices.kind == "cpu" or machine.gpu_absence() is not None
+    return Check("device", "ok" if is_meant else "warn", "the CPU computes", "" if is_meant else reason)
 
 
 def _memory() -> Check:

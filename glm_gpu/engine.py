@@ -11,10 +11,12 @@ from glm_gpu import machine
 from glm_gpu.batch import Batch
 from glm_gpu.chat import ChatTemplate, eos_ids
 from glm_gpu.checkpoint import Checkpoint
+from glm_gpu.device_opening import open_on_devices
 from glm_gpu.errors import RequestError
 from glm_gpu.grammar import Constraint, Grammar, GrammarVocabulary
 from glm_gpu.json_file import read_json_object
 from glm_gpu.kernels import cpu
+from glm_gpu.model.device_transformer import DeviceTransformer
 from glm_gpu.model.mtp import MtpHead
 from glm_gpu.model.numerics import Numerics
 from glm_gpu.model.transformer import Transformer
@@ -42,6 +44,7 @@ class Engine:
         checkpoint, config: what was opened.
         model: the forward pass.
         store: the door to its experts.
+        devices, device_reason: what computes, none for the CPU, and why there are no more.
         tokenizer, chat_template: None where the checkpoint has no tokenizer.json; token ids still work.
         eos_ids: tokens that end a raw completion, and `turn_ids` those that end a turn of a conversation.
         sampling_defaults: what the checkpoint's generation_config.json recommends.
@@ -60,6 +63,9 @@ class Engine:
         self._heat_file = HeatFile(options.state, checkpoint.fingerprint, options.is_heat_read_only)
         heat = self._heat_file.load(config.num_hidden_layers + 1, config.n_routed_experts)
         opening = plan_opening(checkpoint, options, heat)
+        self.devices, self.device_reason = opening.devices, opening.device_reason
+        if not self.devices and options.devices.kind == "auto" and machine.gpu_absence() is None:
+            log.warning("the CPU computes: %s", self.device_reason)
         self.checkpoint, self.config = checkpoint, config
         self.plan, self.context = opening.plan, opening.plan.context
         self.tokenizer, self.chat_template, generation = _text_side(checkpoint.path)
@@ -71,10 +77,15 @@ class Engine:
 
         if options.threads is not None:
             cpu.set_threads(options.threads)
-        weights = load_weights(checkpoint, config, recipe, opening.loads_mtp, self.plan.is_streamed)
-        self.store = _open_store(checkpoint, opening, options, heat)
-        numerics = Numerics(options.activations, explicit_prefill=options.fast_math)
-        self.model = Transformer(config, weights, self.store, numerics)
+        self.model: Transformer | DeviceTransformer
+        if self.devices:
+            self.model = open_on_devices(checkpoint, opening, options, heat, self.devices)
+            self.row_identity += " gpu"
+        else:
+            weights = load_weights(checkpoint, config, recipe, opening.loads_mtp, self.plan.is_streamed)
+            numerics = Numerics(options.activations, explicit_prefill=options.fast_math)
+            self.model = Transformer(config, weights, _open_store(checkpoint, opening, options, heat), numerics)
+        self.store = self.model.store
         self.speculate: SpeculateMode = options.speculate
         self.speculation = WidthPolicy(min_width=0 if options.speculate == "auto" else 1)
         self.mtp_head = MtpHead(self.model) if opening.loads_mtp else None
@@ -108,6 +119,8 @@ class Engine:
     def close(self) -> None:
         """Keep the heat, stop reading, and close all files. Sessions must not be used afterwards."""
         self.store.close()
+        for device in self.devices:
+            device.close()
         self._heat_file.save(self.store.heat)
         self.checkpoint.close()
 

@@ -55,7 +55,7 @@ def check_driver(root: Path = Path("/")) -> Check:
             "gpu", "warn", f"an NVIDIA device is there, with driver {version}, expected {MIN_DRIVER} or newer",
             f"install a newer driver (apt install nvidia-driver-{MIN_DRIVER}-server or later) and restart",
         )  # fmt: skip
-    return Check("gpu", "ok", f"an NVIDIA device is there, with driver {version}; this version computes on the CPU")
+    return Check("gpu", "ok", f"an NVIDIA device is there, with driver {version}")
 
 
 def check_disk(folder: Path, need_bytes: int = GLM_CONTAINER_BYTES, root: Path = Path("/")) -> Check:

@@ -1,22 +1,28 @@
 """What opening a model comes to, decided from headers and numbers alone: formats, context, where everything goes."""
 
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from glm_gpu import machine
 from glm_gpu.cache import CacheLayout
 from glm_gpu.checkpoint import Checkpoint
-from glm_gpu.errors import CheckpointError, RequestError
+from glm_gpu.config import ModelConfig
+from glm_gpu.device import Device, aligned
+from glm_gpu.device_choice import DeviceRequest, open_devices
+from glm_gpu.errors import CapacityError, CheckpointError, RequestError
 from glm_gpu.kernels import cpu
+from glm_gpu.model.device_footprint import device_pass_bytes
+from glm_gpu.model.device_weights import arena_bytes, check_formats
 from glm_gpu.model.footprint import pass_bytes
 from glm_gpu.model.transformer import cache_layout, latent_streams
 from glm_gpu.recipe import DEFAULT_ROUNDING, Recipe, Rounding, tensor_class
 from glm_gpu.session import PREFILL_CHUNK
 from glm_gpu.speculative import SpeculateMode
 from glm_gpu.tensors import expected_tensors, validate_tensors
-from glm_gpu.tiers.budget import host_budget
+from glm_gpu.tiers.budget import DEVICE_RESERVE, DeviceBudget, host_budget
 from glm_gpu.tiers.files import ReadMode
 from glm_gpu.tiers.heat import Heat
 from glm_gpu.tiers.plan import Demand, Plan, make_plan
@@ -54,6 +60,7 @@ class EngineOptions:
         state: the folder where heat is kept between runs; None to begin without any and keep none.
         is_heat_read_only: use the heat that is kept, and leave it as it is.
         num_contexts: full contexts that memory is kept for; a server's sequences share them.
+        devices: what computes; without a GPU the CPU does.
     """
 
     expert_bits: int | None = None
@@ -76,6 +83,7 @@ class EngineOptions:
     state: Path | None = None
     is_heat_read_only: bool = False
     num_contexts: int = 1
+    devices: DeviceRequest = field(default_factory=DeviceRequest)
 
     @property
     def recipe(self) -> Recipe:
@@ -116,18 +124,24 @@ class Opening:
         plan: where everything will live; the engine is built from it.
         sizes: what it was made from.
         has_mtp, loads_mtp: whether the checkpoint has the multi-token layer, and whether it will be used.
+        devices: what computes, in the order of the plan's; none for the CPU.
+        device_reason: why there are no devices, or no more of them; "" when nothing is missing.
     """
 
     plan: Plan
     sizes: ModelSizes
     has_mtp: bool
     loads_mtp: bool
+    devices: tuple[Device, ...] = ()
+    device_reason: str = ""
 
 
 def plan_opening(checkpoint: Checkpoint, options: EngineOptions, heat: Heat | None = None) -> Opening:
     """Check that a model can be opened with these options and plan where it goes; reads no weights.
 
     Drafts by the multi-token layer pay only while nothing is read from disk, so "auto" loads it when all experts fit.
+
+    Where GPUs are used only because they are there, and cannot hold the model or do what is asked, the CPU computes.
 
     Raises:
         CheckpointError: a weight is missing or has another shape.
@@ -141,6 +155,20 @@ def plan_opening(checkpoint: Checkpoint, options: EngineOptions, heat: Heat | No
             "or convert the model again from a source that has the layer"
         )
     _check_stored(checkpoint, options)
+    devices, reason = open_devices(options.devices)
+    if devices:
+        try:
+            _check_devices(checkpoint, options)
+            plan, sizes = _plan(checkpoint, options, heat, False, devices)
+            return Opening(plan, sizes, has_mtp, False, tuple(devices), reason)
+        except (CapacityError, RequestError) as error:
+            if options.devices.is_asked:
+                raise
+            reason = str(error)
+    return replace(_plan_on_cpu(checkpoint, options, heat, has_mtp), device_reason=reason)
+
+
+def _plan_on_cpu(checkpoint: Checkpoint, options: EngineOptions, heat: Heat | None, has_mtp: bool) -> Opening:
     plan, sizes = _plan(checkpoint, options, heat, with_mtp=options.speculate == "mtp")
     if options.speculate == "auto" and has_mtp and _holds_all(plan, sizes):
         plan_with, sizes_with = _plan(checkpoint, options, heat, with_mtp=True)
@@ -149,7 +177,13 @@ def plan_opening(checkpoint: Checkpoint, options: EngineOptions, heat: Heat | No
     return Opening(plan, sizes, has_mtp, loads_mtp=options.speculate == "mtp")
 
 
-def _plan(checkpoint: Checkpoint, options: EngineOptions, heat: Heat | None, with_mtp: bool) -> tuple[Plan, ModelSizes]:
+def _plan(
+    checkpoint: Checkpoint,
+    options: EngineOptions,
+    heat: Heat | None,
+    with_mtp: bool,
+    devices: Sequence[Device] = (),
+) -> tuple[Plan, ModelSizes]:
     config = checkpoint.config
     sizes = model_sizes(checkpoint, options.recipe, with_mtp)
     is_bf16, explicit = options.is_kv_bf16, options.fast_math
@@ -158,20 +192,47 @@ def _plan(checkpoint: Checkpoint, options: EngineOptions, heat: Heat | None, wit
         context=_context(options.context, config.max_position_embeddings),
         is_context_asked=options.context is not None,
         cache_bytes_per_token=tuple(CacheLayout((streams,), is_bf16).bytes_per_token for streams in widths),
-        pass_bytes=lambda context: pass_bytes(
-            config,
-            min(PREFILL_CHUNK, context),
-            context,
-            is_numpy=cpu.implementation() == "numpy",
-            explicit_prefill=explicit,
-        ),
+        pass_bytes=lambda context: (
+            pass_bytes(
+                config,
+                min(PREFILL_CHUNK, context),
+                context,
+                is_numpy=cpu.implementation() == "numpy",
+                explicit_prefill=explicit,
+            )
+            if not devices
+            else min(PREFILL_CHUNK, context) * (config.vocab_size + config.hidden_size) * 4
+        ),  # results, on their way out
         num_read_threads=options.read_threads,
         expert_slots=options.expert_slots,
         read_mode=options.read,
         num_contexts=options.num_contexts,
+        device_pass_bytes=(lambda context: device_pass_bytes(config, min(PREFILL_CHUNK, context), context))
+        if devices
+        else None,
     )
-    budget = host_budget(machine.memory(), machine.anon_rss_bytes(), options.ram)
+    budgets = tuple(_device_budget(device, config, options.num_contexts) for device in devices)
+    budget = host_budget(machine.memory(), machine.anon_rss_bytes(), options.ram, budgets)
     return make_plan(sizes, budget, demand, heat), sizes
+
+
+def _device_budget(device: Device, config: ModelConfig, num_contexts: int) -> DeviceBudget:
+    """What a device may be filled with: its own free memory, less what alignment and tables of addresses take."""
+    free_bytes, total_bytes = device.memory()
+    num_layers = config.num_hidden_layers + 1
+    row_bytes = 8 * (config.n_routed_experts + 32)
+    small = arena_bytes(0, num_layers + 1) + num_layers * (row_bytes + 2 * num_contexts * aligned(1)) + 16 * row_bytes
+    reserve_bytes = small if device.is_simulated else small + DEVICE_RESERVE
+    return DeviceBudget(device.info.name, total_bytes, total_bytes - free_bytes, reserve_bytes)
+
+
+def _check_devices(checkpoint: Checkpoint, options: EngineOptions) -> None:
+    """Refuse what only the CPU can do."""
+    check_formats(checkpoint.config, options.recipe)
+    if options.kv == "f32":
+        raise RequestError("--kv f32 is the CPU's; a GPU caches bf16. Drop it, or use --device cpu")
+    if options.speculate == "mtp":
+        raise RequestError("--speculate mtp runs on the CPU only; use --speculate auto or ngram, or --device cpu")
 
 
 def _holds_all(plan: Plan, sizes: ModelSizes) -> bool:

@@ -101,6 +101,18 @@ class ModelOptions:
     ram: Annotated[
         str | None, option("--ram", "Most memory to use, as in 20GiB; default: what is available.", metavar="SIZE")
     ] = None
+    device: Annotated[
+        str,
+        option("--device", "What computes: auto, cpu, cuda, or sim:N for N simulated GPUs.", metavar="KIND"),
+    ] = "auto"
+    gpu: Annotated[
+        str | None,
+        option("--gpu", "GPUs to use, by number or beginning of UUID, as in 0,1; default: all.", metavar="LIST"),
+    ] = None
+    vram: Annotated[
+        str | None,
+        option("--vram", "Most GPU memory to use, one size for all or one for each; default: all.", metavar="SIZES"),
+    ] = None
     threads: Annotated[
         int | None, option("--threads", "CPU threads; default: the physical cores.", min=1, max=256, metavar="N")
     ] = None
@@ -161,6 +173,8 @@ class ModelOptions:
         Raises:
             RequestError: a size that is no size, or options that contradict each other.
         """
+        from glm_gpu.device_choice import DeviceRequest
+        from glm_gpu.kernels.cubins import cache_folder
         from glm_gpu.opening import EngineOptions
 
         options = EngineOptions(
@@ -183,6 +197,7 @@ class ModelOptions:
             trace=self.trace,
             state=state_folder(),
             is_heat_read_only=self.heat_read_only,
+            devices=DeviceRequest(self.device, self.gpu, self.vram, cache_folder(os.environ, sys.platform)),
         )
         options.recipe  # noqa: B018 -- raises where widths and weights contradict each other
         return options

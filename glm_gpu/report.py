@@ -202,7 +202,7 @@ def status_text(status: Any) -> str:
         ("ram", f"{format_bytes(here.ram_available_bytes)} available of {format_bytes(here.ram_bytes)}"),
         ("disk", "-" if here.disk_free_bytes is None else f"{format_bytes(here.disk_free_bytes)} free"),
         ("cpu", f"{here.cpu}, {here.num_cores} cores, kernels: {here.instruction_set}"),
-        ("gpu", here.gpu_absence or "there, but this version computes on the CPU"),
+        ("gpu", here.gpu),
         ("engine", f"not ready: {status.problem}" if status.problem else "ready"),
     ]
     return table(rows)

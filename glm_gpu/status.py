@@ -38,7 +38,7 @@ class MachineStatus:
     ram_bytes: int
     ram_available_bytes: int
     disk_free_bytes: int | None
-    gpu_absence: str | None
+    gpu: str
 
 
 @dataclass(frozen=True)
@@ -103,5 +103,5 @@ def _machine(path: Path) -> MachineStatus:
         memory.total,
         memory.available,
         machine.disk_free_bytes(path) if path.is_dir() else None,
-        machine.gpu_absence(),
+        machine.gpu_absence() or "an NVIDIA device is there; `glm-gpu doctor` shows it",
     )

@@ -9,10 +9,11 @@ from glm_gpu.batch import Phase
 class PhaseCounters:
     """Distinct experts asked for in passes of one phase, by where they were when the pass began.
 
-    `locked` and `ram` are hits. An expert read during the pass is a miss, `prefetched` if it had arrived before it was
-    asked for, `late` if it was on its way, `missed` if nobody had thought of it.
+    `vram`, `locked` and `ram` are hits. An expert read during the pass is a miss, `prefetched` if it had arrived before
+    it was asked for, `late` if it was on its way, `missed` if nobody had thought of it.
     """
 
+    vram: int = 0
     locked: int = 0
     ram: int = 0
     prefetched: int = 0
@@ -21,12 +22,12 @@ class PhaseCounters:
 
     @property
     def uses(self) -> int:
-        return self.locked + self.ram + self.prefetched + self.late + self.missed
+        return self.vram + self.locked + self.ram + self.prefetched + self.late + self.missed
 
     @property
     def hit_rate(self) -> float:
         """Share of uses that were hits; 1 when there were none."""
-        return (self.locked + self.ram) / self.uses if self.uses else 1.0
+        return (self.vram + self.locked + self.ram) / self.uses if self.uses else 1.0
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,9 @@ from glm_gpu.tiers.budget import DeviceBudget
 from glm_gpu.tiers.placement import hottest_first
 from glm_gpu.tiers.sizes import ModelSizes
 
+# A pass of many rows uses most experts once: those that are not on the device go through so many slots in turn.
+MAX_TRANSIT = 16
+
 
 @dataclass(frozen=True)
 class DevicePlan:
@@ -20,6 +23,8 @@ class DevicePlan:
         has_ends: whether embeddings, head and final norm are here.
         dense_bytes, cache_bytes, pass_bytes: weights without experts, caches of the layers, the largest pass.
         num_experts, expert_bytes: experts held here.
+        num_slots: places by their size in bytes: for those experts, and for transit.
+        num_transit: how many of them are kept free for experts that a prompt's passes need beside those.
     """
 
     name: str
@@ -31,10 +36,13 @@ class DevicePlan:
     pass_bytes: int
     num_experts: int
     expert_bytes: int
+    num_slots: dict[int, int]
+    num_transit: dict[int, int]
 
     @property
     def used_bytes(self) -> int:
-        return self.dense_bytes + self.cache_bytes + self.pass_bytes + self.expert_bytes
+        slot_bytes = sum(size * count for size, count in self.num_slots.items())
+        return self.dense_bytes + self.cache_bytes + self.pass_bytes + slot_bytes
 
 
 def plan_devices(
@@ -69,12 +77,26 @@ def plan_devices(
         dense = sum(sizes.layer_bytes[layer] for layer in layers) + has_ends * sizes.end_bytes
         cache = sum(layer_cache_bytes[layer] for layer in layers)
         peak = pass_bytes if start < stop else 0
-        chosen = _hottest(sizes, values, layers, device.free_bytes - dense - cache - peak)
+        chosen, num_transit = _hottest(sizes, values, layers, device.free_bytes - dense - cache - peak)
         is_on_device |= chosen
+        num_slots = dict(num_transit)
+        for layer in layers:
+            if size := sizes.slot_nbytes[layer]:
+                num_slots[size] += int(chosen[layer].sum())
         num_bytes = int(chosen.sum(axis=1) @ np.array(sizes.slot_nbytes, np.int64))
         plans.append(
             DevicePlan(
-                device.name, device.free_bytes, layers, has_ends, dense, cache, peak, int(chosen.sum()), num_bytes
+                device.name,
+                device.free_bytes,
+                layers,
+                has_ends,
+                dense,
+                cache,
+                peak,
+                int(chosen.sum()),
+                num_bytes,
+                num_slots,
+                num_transit,
             )
         )
         start = stop
@@ -109,14 +131,26 @@ def _spread(kept: list[int], whole: list[int], room: list[int]) -> list[int]:
     return take(high)
 
 
-def _hottest(sizes: ModelSizes, values: np.ndarray, layers: Sequence[int], room: int) -> np.ndarray:
-    """[L, E] bool: the experts of these layers that are worth most for their bytes and fit."""
+def _hottest(
+    sizes: ModelSizes, values: np.ndarray, layers: Sequence[int], room: int
+) -> tuple[np.ndarray, dict[int, int]]:
+    """The experts of these layers that are worth most for their bytes and fit, [L, E] bool; and slots for transit.
+
+    Where not all fit, the last of those that would make room for transit: a quarter at most.
+    """
     chosen = np.zeros(values.shape, bool)
     sparse = [layer for layer in layers if sizes.slot_nbytes[layer]]
+    num_transit = {sizes.slot_nbytes[layer]: 0 for layer in sparse}
     if not sparse:
-        return chosen
+        return chosen, num_transit
     members = np.flatnonzero(np.isin(np.arange(len(values)), sparse).repeat(sizes.num_experts))
     nbytes = np.repeat(np.array(sizes.slot_nbytes, np.int64), sizes.num_experts)
     order = hottest_first(members, values.ravel()[members] / nbytes[members], sizes.num_experts)
-    chosen.ravel()[order[: np.searchsorted(np.cumsum(nbytes[order]), room, side="right")]] = True
-    return chosen
+    num = int(np.searchsorted(np.cumsum(nbytes[order]), room, side="right"))
+    if num < len(order) and num // 4 >= 2:  # of two, one is filled while the other is computed with
+        left = num - min(MAX_TRANSIT, num // 4)
+        for size, count in zip(*np.unique(nbytes[order[left:num]], return_counts=True), strict=True):
+            num_transit[int(size)] = int(count)
+        num = left
+    chosen.ravel()[order[:num]] = True
+    return chosen, num_transit

@@ -65,7 +65,8 @@ def slots_by_heat(
         members = np.flatnonzero((nbytes == size) & spare)
         first = hottest_first(members, uses.ravel()[members], sizes.num_experts)[:least]
         spare.ravel()[first] = False
-        counts[size] = len(first)
+        # with devices, experts on their way there pass through slots, however few have to stay
+        counts[size] = least if is_elsewhere.any() else len(first)
     room -= sum(size * count for size, count in counts.items())
     rest = np.flatnonzero(spare)
     order = hottest_first(rest, uses.ravel()[rest] / nbytes.ravel()[rest], sizes.num_experts)

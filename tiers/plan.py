@@ -34,6 +34,8 @@ class Demand:
         context: positions of the cache: as asked, or the most that makes sense when `is_context_asked` is False.
         cache_bytes_per_token: [L], of each layer.
         num_contexts: caches of that many positions, shared by all sequences.
+        device_pass_bytes: the most a pass takes on a device, given the context; None where everything is computed on
+            the host. With it every layer must have a device.
         pass_bytes: the most a pass takes beside weights and cache, given the context.
         num_read_threads: reads in flight at once.
         expert_slots: at most so many slots, over all slab sizes; None for as many as fit.
@@ -48,6 +50,7 @@ class Demand:
     expert_slots: int | None = None
     read_mode: ReadMode | Literal["auto"] = "auto"
     num_contexts: int = 1
+    device_pass_bytes: Callable[[int], int] | None = None
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,8 @@ def make_plan(sizes: ModelSizes, budget: Budget, demand: Demand, heat: Heat | No
         )
     num_locked = _within(num_pinned, lock_bytes)
     spare_bytes = budget.spare_bytes + room - _total(num_slots)
-    missing_bytes = sum(sizes.slot_nbytes) * sizes.num_experts - _total(num_slots)
+    on_devices = sum(device.expert_bytes for device in floor.devices)
+    missing_bytes = max(0, sum(sizes.slot_nbytes) * sizes.num_experts - on_devices - _total(num_slots))
     read_mode, reason = _read_mode(missing_bytes, spare_bytes, demand.read_mode)
     cached_bytes = spare_bytes if read_mode == "buffered" else 0
     placement = place(sizes, uses, floor.is_on_device, num_slots, num_locked, cached_bytes)
@@ -176,6 +180,7 @@ class _Floor:
     least_slot_bytes: int
     devices: tuple[DevicePlan, ...]
     is_on_device: np.ndarray
+    is_placed: bool
     reasons: tuple[str, ...]
 
     @property
@@ -191,14 +196,16 @@ class _Floor:
 def _fit(sizes: ModelSizes, budget: Budget, demand: Demand, uses: np.ndarray) -> _Floor:
     """The first way that fits: as asked, or with a shorter context if none was asked for, or with streamed layers."""
     smallest = None
-    for is_streamed in (False, True):
+    for is_streamed in (False, True) if demand.device_pass_bytes is None else (False,):
         for context in _contexts(demand):
             floor = _floor(sizes, budget, demand, uses, context, is_streamed)
-            if floor.least_bytes <= budget.ram_bytes:
+            if floor.least_bytes <= budget.ram_bytes and floor.is_placed:
                 return floor
             if smallest is None or floor.least_bytes < smallest.least_bytes:
                 smallest = floor
     assert smallest is not None
+    if not smallest.is_placed:
+        raise _unplaced(sizes, budget, smallest, demand.device_pass_bytes(smallest.context))
     raise CapacityError(
         f"the model needs at least {format_bytes(smallest.least_bytes)} and {format_bytes(budget.ram_bytes)} may be "
         f"used ({budget.reason}): weights {format_bytes(smallest.dense_bytes)}, cache of {smallest.context} positions "
@@ -206,6 +213,16 @@ def _fit(sizes: ModelSizes, budget: Budget, demand: Demand, uses: np.ndarray) ->
         f"layer {format_bytes(smallest.least_slot_bytes + smallest.read_bytes)}, loading "
         f"{format_bytes(smallest.load_bytes)}, the program {format_bytes(smallest.base_bytes)}; give a shorter "
         "--context, fewer --dense-bits, or more memory"
+    )
+
+
+def _unplaced(sizes: ModelSizes, budget: Budget, floor: _Floor, pass_bytes: int) -> CapacityError:
+    devices = ", ".join(f"{device.name} {format_bytes(device.free_bytes)}" for device in budget.devices)
+    cache_bytes = floor.cache_bytes + sum(device.cache_bytes for device in floor.devices)
+    return CapacityError(
+        f"the GPUs cannot hold what every token needs: weights {format_bytes(sizes.dense_bytes)}, cache of "
+        f"{floor.context} positions {format_bytes(cache_bytes)}, on each {format_bytes(pass_bytes)} for the largest "
+        f"pass, and two experts; free are {devices}; give a shorter --context, fewer --dense-bits, or --device cpu"
     )
 
 
@@ -223,9 +240,13 @@ def _floor(
     reasons = []
     pass_bytes = demand.pass_bytes(context)
     layer_cache_bytes = [demand.num_contexts * context * nbytes for nbytes in demand.cache_bytes_per_token]
-    devices, is_on_device = plan_devices(budget.devices, sizes, uses, layer_cache_bytes, pass_bytes)
+    device_pass_bytes = pass_bytes if demand.device_pass_bytes is None else demand.device_pass_bytes(context)
+    devices, is_on_device = plan_devices(budget.devices, sizes, uses, layer_cache_bytes, device_pass_bytes)
+    is_placed = demand.device_pass_bytes is None or _is_placed(sizes, devices)
     dense_bytes = sizes.dense_bytes - sum(device.dense_bytes for device in devices)
     load_bytes = max(sizes.end_load_bytes, sizes.layer_load_bytes)
+    if any(device.layers for device in devices):  # a layer is whole on the host before it goes up
+        load_bytes += max(sizes.end_bytes, *sizes.layer_bytes)
     if is_streamed:
         trunk, draft = sizes.layer_bytes[:-1], sizes.layer_bytes[-1]
         dense_bytes = sizes.end_bytes + draft + min(_STREAMED_LAYERS, len(trunk)) * max(trunk)
@@ -245,8 +266,16 @@ def _floor(
         _total(least_slots(sizes, demand.expert_slots)),
         devices,
         is_on_device,
+        is_placed,
         tuple(reasons),
     )
+
+
+def _is_placed(sizes: ModelSizes, devices: tuple[DevicePlan, ...]) -> bool:
+    """Whether devices hold every layer and the ends, and each has room for two experts of a size at least."""
+    num_layers = sum(len(device.layers) for device in devices)
+    has_room = all(count >= 2 for device in devices for count in device.num_slots.values())
+    return num_layers == len(sizes.layer_bytes) and any(device.has_ends for device in devices) and has_room
 
 
 def _read_mode(missing_bytes: int, spare_bytes: int, asked: ReadMode | Literal["auto"]) -> tuple[ReadMode, str]:

@@ -51,20 +51,27 @@ class Promotions:
         self._in_flight -= 1
 
 
-def hottest(heat: Heat, layers: list[int], num: int, pinned: set[Key]) -> set[Key]:
+def hottest(
+    heat: Heat, layers: list[int], num: int, pinned: set[Key], is_elsewhere: np.ndarray | None = None
+) -> set[Key]:
     """The experts of these layers to pin: the `num` most valuable, a pinned one counting more than it is worth.
 
-    So an expert takes another's place only when it is clearly hotter.
+    So an expert takes another's place only when it is clearly hotter. Those that are elsewhere, [L, E] bool, are worth
+    nothing.
     """
     num_experts, row_of = heat.shape[1], {layer: row for row, layer in enumerate(layers)}
     values = worth(heat, np.array(layers)).ravel()
+    if is_elsewhere is not None:
+        values[is_elsewhere[layers].ravel()] = -1.0
     held = [row_of[layer] * num_experts + expert for layer, expert in pinned if layer in row_of]
     values[held] *= HYSTERESIS
     best = np.argpartition(-values, num)[:num] if num < len(values) else np.arange(len(values))
     return {(layers[n // num_experts], n % num_experts) for n in best.tolist()}
 
 
-def by_worth(heat: Heat, layers: list[int]) -> list[Key]:
-    """Every expert of these layers, the most valuable last."""
+def by_worth(heat: Heat, layers: list[int], is_elsewhere: np.ndarray | None = None) -> list[Key]:
+    """Every expert of these layers, the most valuable last; without those that are elsewhere, [L, E] bool."""
     order = np.argsort(worth(heat, np.array(layers)).T.ravel(), kind="stable")
+    if is_elsewhere is not None:
+        order = order[~is_elsewhere[layers].T.ravel()[order]]
     return [(layers[n % len(layers)], n // len(layers)) for n in order.tolist()]

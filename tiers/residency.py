@@ -34,6 +34,7 @@ class Residency:
         num_read_threads: reads in flight at once.
         lock_bytes: so much of the pinned slots is locked in memory.
         on_promoted: called, with `changed` held, when a background read has ended.
+        is_elsewhere: [L, E] bool, experts that are in a faster tier and worth nothing here; kept by that tier.
 
     Attributes:
         changed: the lock of everything here, and the condition that a read has ended.
@@ -52,6 +53,7 @@ class Residency:
         num_read_threads: int,
         lock_bytes: int,
         on_promoted: Callable[[], None],
+        is_elsewhere: np.ndarray | None = None,
     ) -> None:
         self.counters = Counters()
         self.changed = threading.Condition()
@@ -67,6 +69,7 @@ class Residency:
         self.pass_number = 0
         self._max_in_flight = 2 * num_read_threads
         self._files, self._heat = files, heat
+        self._is_elsewhere = is_elsewhere
         self._worth = worth(heat)  # [L, E], up to date but for the stale layers
         self._stale: set[int] = set()
         self._uncounted: dict[int, np.ndarray] = {}  # a token's choices by layer, counted together
@@ -175,6 +178,8 @@ class Residency:
         if self._stale:
             layers = np.array(sorted(self._stale))
             self._worth[layers] = worth(self._heat, layers)
+            if self._is_elsewhere is not None:
+                self._worth[layers] *= ~self._is_elsewhere[layers]
             self._stale.clear()
         values = self._worth[pool.layer[evictable], pool.expert[evictable]]
         coldest = int(np.argmin(values))

@@ -25,15 +25,14 @@ class SlotState:
     RETIRED = 3
 
 
-class SlotPool:
-    """The slots of all layers whose slabs have one size. Not thread-safe: the store's lock guards it.
+class SlotTable:
+    """Who is in which slot, for all layers whose slabs have one size; the memory itself is the subclasses'.
 
     A slot is free when EMPTY; a READY slot may be given to another expert when it has no lease and is not pinned.
 
     Args:
-        num_slots: at least 1.
-        slot_nbytes: of one slot, whole pages.
-        slab_nbytes: of the slab in it.
+        num_slots: how many there are.
+        slot_nbytes: of one slot.
         layers: the layers whose experts may come here.
         num_experts: E.
 
@@ -43,26 +42,13 @@ class SlotPool:
         loaded_pass: [slots] int64, the pass during which it was read.
     """
 
-    def __init__(
-        self, num_slots: int, slot_nbytes: int, slab_nbytes: int, layers: Sequence[int], num_experts: int
-    ) -> None:
-        assert num_slots >= 1 and slot_nbytes % mmap.PAGESIZE == 0
+    def __init__(self, num_slots: int, slot_nbytes: int, layers: Sequence[int], num_experts: int) -> None:
         self.num_slots, self.slot_nbytes, self.layers = num_slots, slot_nbytes, list(layers)
-        # A private anonymous mapping: page-aligned for direct reads, no page committed before a slab is read into it,
-        # and pages that are given back are gone. A shared one, the default, would count as shared memory and stay.
-        self._mapping = mmap.mmap(-1, num_slots * slot_nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if slot_nbytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # kernels without huge pages run a few percent slower
-                self._mapping.madvise(mmap.MADV_HUGEPAGE)
-        arena = np.frombuffer(self._mapping, np.uint8).reshape(num_slots, slot_nbytes)
-        self.slots = list(arena)
-        self.slabs = [slot[:slab_nbytes] for slot in self.slots]
         self.state = np.zeros(num_slots, np.uint8)
         self.layer = np.full(num_slots, -1, np.int32)
         self.expert = np.full(num_slots, -1, np.int32)
         self.leases = np.zeros(num_slots, np.int32)
         self.pinned = np.zeros(num_slots, bool)
-        self._is_locked = np.zeros(num_slots, bool)
         self.loaded_pass = np.zeros(num_slots, np.int64)
         self._free = list(range(num_slots - 1, -1, -1))
         self._slot_of = {layer: np.full(num_experts, -1, np.int32) for layer in layers}
@@ -121,6 +107,33 @@ class SlotPool:
     def give_back(self, slot: int) -> None:
         """Return an owned EMPTY slot to the free ones."""
         self._free.append(slot)
+
+
+class SlotPool(SlotTable):
+    """Slots in one arena of the host's memory. Not thread-safe: the store's lock guards it.
+
+    Args:
+        num_slots: at least 1.
+        slot_nbytes: of one slot, whole pages.
+        slab_nbytes: of the slab in it.
+        layers, num_experts: as in SlotTable.
+    """
+
+    def __init__(
+        self, num_slots: int, slot_nbytes: int, slab_nbytes: int, layers: Sequence[int], num_experts: int
+    ) -> None:
+        assert num_slots >= 1 and slot_nbytes % mmap.PAGESIZE == 0
+        super().__init__(num_slots, slot_nbytes, layers, num_experts)
+        # A private anonymous mapping: page-aligned for direct reads, no page committed before a slab is read into it,
+        # and pages that are given back are gone. A shared one, the default, would count as shared memory and stay.
+        self._mapping = mmap.mmap(-1, num_slots * slot_nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if slot_nbytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+            with suppress(OSError):  # kernels without huge pages run a few percent slower
+                self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        self.memory = np.frombuffer(self._mapping, np.uint8)
+        self.slots = list(self.memory.reshape(num_slots, slot_nbytes))
+        self.slabs = [slot[:slab_nbytes] for slot in self.slots]
+        self._is_locked = np.zeros(num_slots, bool)
 
     def retire(self, slot: int) -> None:
         """Hand an owned EMPTY slot's memory to the system; the slot is gone for good."""

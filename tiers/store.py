@@ -79,6 +79,7 @@ class TieredStore:
         promote_bytes_s: bound on background reads.
         excess_bytes: tells how far this process is above its memory budget.
         trace: records every choice; closed with the store.
+        is_elsewhere: [L, E] bool, experts that need no slot here because a faster tier, which keeps this, has them.
     """
 
     def __init__(
@@ -93,11 +94,15 @@ class TieredStore:
         promote_bytes_s: float = float("inf"),
         excess_bytes: Callable[[], int] = lambda: 0,
         trace: TraceWriter | None = None,
+        is_elsewhere: np.ndarray | None = None,
     ) -> None:
         self.files, self._heat = files, heat
         self.switch = PrefetchSwitch(prefetch)
         self._promotions = Promotions(promote_bytes_s)
-        self._residency = Residency(files, heat, num_slots, num_read_threads, lock_bytes, self._promotion_ended)
+        self._is_elsewhere = is_elsewhere
+        self._residency = Residency(
+            files, heat, num_slots, num_read_threads, lock_bytes, self._promotion_ended, is_elsewhere
+        )
         self.counters = self._residency.counters
         self._num_pinned = num_pinned or {}
         self._excess_bytes = excess_bytes
@@ -212,10 +217,11 @@ class TieredStore:
         residency, pinned = self._residency, set()
         for pool in residency.pools:
             num_pinned = min(self._num_pinned.get(pool.slot_nbytes, 0), pool.num_slots - 1)
-            pinned |= hottest(self.heat, pool.layers, num_pinned, residency.pinned)
+            pinned |= hottest(self.heat, pool.layers, num_pinned, residency.pinned, self._is_elsewhere)
         residency.repin(pinned)
         has_free = any(pool.has_free for pool in residency.pools)
-        self._promotions.want(by_worth(self.heat, self.files.layers) if has_free else sorted(pinned))
+        wanted = by_worth(self.heat, self.files.layers, self._is_elsewhere) if has_free else sorted(pinned)
+        self._promotions.want(wanted)
         self._promote()
 
     def _promote(self) -> None:

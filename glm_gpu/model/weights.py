@@ -160,10 +160,35 @@ class _Reader:
         return self._checkpoint.read_f32(self._prefix + name)
 
 
+class WeightSource:
+    """A checkpoint's weights in the recipe's formats, a part at a time, quantized here where they are not stored so.
+
+    All methods raise CheckpointError where a tensor cannot be read, or holds values that are not finite.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, recipe: Recipe) -> None:
+        self._root, self._config = _Reader(checkpoint, config, recipe), config
+        self._model = self._root.under("model.")
+
+    def ends(self) -> tuple[QuantizedMatrix, np.ndarray, QuantizedMatrix]:
+        """Embedding, final norm and head; a tied model's head is its embedding."""
+        embedding = self._model.matrix("embed_tokens")
+        head = embedding if self._config.tie_word_embeddings else self._root.matrix("lm_head")
+        return embedding, self._model.vector("norm.weight"), head
+
+    def layer(self, layer: int) -> LayerWeights:
+        """One decoder layer."""
+        return read_layer(self._model.under(f"layers.{layer}."), self._config, layer)
+
+    def mtp(self) -> MtpWeights:
+        """The multi-token layer; the checkpoint must have it."""
+        return _mtp(self._model.under(f"layers.{self._config.mtp_layer}."), self._config)
+
+
 def load_weights(
     checkpoint: Checkpoint, config: ModelConfig, recipe: Recipe, with_mtp: bool, stream_layers: bool = False
 ) -> ModelWeights:
-    """The checkpoint's weights in the recipe's formats, quantized here where the checkpoint does not store them so.
+    """All of a checkpoint's weights but the routed experts.
 
     Args:
         with_mtp: load the multi-token layer too; the checkpoint must have it.
@@ -172,24 +197,14 @@ def load_weights(
     Raises:
         CheckpointError: a tensor cannot be read, or holds values that are not finite.
     """
-    root = _Reader(checkpoint, config, recipe)
-    model = root.under("model.")
-    embedding = model.matrix("embed_tokens")
-
-    def load_layer(layer: int) -> LayerWeights:
-        return _layer(model.under(f"layers.{layer}."), config, layer)
-
-    num_layers = config.num_hidden_layers
-    return ModelWeights(
-        embedding=embedding,
-        layers=StreamedLayers(load_layer, num_layers) if stream_layers else tuple(map(load_layer, range(num_layers))),
-        norm=model.vector("norm.weight"),
-        head=embedding if config.tie_word_embeddings else root.matrix("lm_head"),
-        mtp=_mtp(model.under(f"layers.{config.mtp_layer}."), config) if with_mtp else None,
-    )
+    source, num_layers = WeightSource(checkpoint, config, recipe), config.num_hidden_layers
+    embedding, norm, head = source.ends()
+    layers = StreamedLayers(source.layer, num_layers) if stream_layers else tuple(map(source.layer, range(num_layers)))
+    return ModelWeights(embedding, layers, norm, head, source.mtp() if with_mtp else None)
 
 
-def _layer(reader: _Reader, config: ModelConfig, layer: int) -> LayerWeights:
+def read_layer(reader: _Reader, config: ModelConfig, layer: int) -> LayerWeights:
+    """One decoder layer through anything that reads as `_Reader` does, below the layer's prefix."""
     return LayerWeights(
         input_norm=reader.vector("input_layernorm.weight"),
         attention=(_latent_attention if config.is_latent else _head_attention)(reader.under("self_attn.")),
@@ -249,6 +264,6 @@ def _mtp(reader: _Reader, config: ModelConfig) -> MtpWeights:
         embedding_norm=reader.vector("enorm.weight"),
         hidden_norm=reader.vector("hnorm.weight"),
         projection=reader.matrix("eh_proj"),
-        layer=_layer(reader, config, config.mtp_layer),
+        layer=read_layer(reader, config, config.mtp_layer),
         head_norm=reader.vector("shared_head.norm.weight"),
     )

@@ -1,0 +1,182 @@
+"""Simulated devices: NumPy memory with a bound, and streams whose work is done when it is queued.
+
+Kernels run in Triton's interpreter on the same memory. What `allocate` gives holds NaN in every float format, so a
+kernel that reads what nobody wrote is seen in its results.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from glm_gpu.device import ARENA_ALIGNMENT, DeviceInfo, DeviceMemoryError
+from glm_gpu.kernels.gpu.arrays import Kernel, Launcher, View
+from glm_gpu.units import format_bytes
+
+# A simulated device without --vram: more than any model that an interpreter can run.
+DEFAULT_BYTES = 4 << 30
+_POISON = 0xFF  # all bits set is NaN in f32, bf16 and f16, and -1 as an integer
+
+
+class SimEvent:
+    """A point in a simulated stream: always reached. Waits of the host are counted."""
+
+    def __init__(self, device: "SimDevice") -> None:
+        self._device = device
+
+    def synchronize(self) -> None:
+        self._device.num_host_waits += 1
+
+
+class SimStream:
+    """Work that is done at once. See `glm_gpu.device.Stream`."""
+
+    def __init__(self, device: "SimDevice") -> None:
+        self._device = device
+
+    def record(self) -> SimEvent:
+        return SimEvent(self._device)
+
+    def wait(self, event: SimEvent) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        self._device.num_host_waits += 1
+
+
+class SimGraph:
+    """Launches as they were recorded, with the arguments they had."""
+
+    def __init__(self, launcher: Launcher, launches: list[tuple]) -> None:
+        self._launcher, self._launches = launcher, launches
+
+    def replay(self) -> None:
+        for launch in self._launches:
+            self._launcher.launch(*launch)
+
+
+class _Recorder:
+    """Stands in for a launcher: runs what it is given, or keeps it while a graph is made.
+
+    Attributes:
+        num_launches: so far, those of graphs included.
+        fail_at: numbers of launches that fail as if memory had run out. For tests.
+    """
+
+    def __init__(self, launcher: Launcher) -> None:
+        self.launcher = launcher
+        self.recorded: list[tuple] | None = None
+        self.num_launches = 0
+        self.fail_at: set[int] = set()
+
+    def launch(self, kernel: Kernel, grid: tuple[int, ...], arguments: dict[str, Any], constants: dict) -> None:
+        if self.recorded is not None:
+            self.recorded.append((kernel, grid, arguments, constants))
+            return
+        self.num_launches += 1
+        if self.num_launches in self.fail_at:
+            raise DeviceMemoryError(f"launch {self.num_launches} found no memory")
+        self.launcher.launch(kernel, grid, arguments, constants)
+
+
+class SimDevice:
+    """A bounded part of the host's memory that behaves like a device. See `glm_gpu.device.Device`.
+
+    Args:
+        total_bytes: what `allocate` gives at most.
+        launcher: runs kernels on memory of this process; None for Triton's interpreter.
+
+    Attributes:
+        num_allocations: calls of `allocate` so far.
+        fail_at: numbers of calls that fail as if memory had run out. For tests.
+        refuse_register: takes the bytes registered so far and those asked for; True refuses. For tests.
+        num_host_waits: times that the host blocked.
+        loaded_bytes: what `load` has copied.
+    """
+
+    is_simulated = True
+
+    def __init__(self, ordinal: int, total_bytes: int, launcher: Launcher | None = None) -> None:
+        if launcher is None:
+            from glm_gpu.kernels.simulator import Simulator
+
+            launcher = Simulator()
+        name = f"simulated device {ordinal}"
+        self.info = DeviceInfo(ordinal, name, f"SIM-{ordinal}", f"sim:{ordinal}", 90, total_bytes, total_bytes)
+        self.launcher = _Recorder(launcher)
+        self.compute, self.copy = SimStream(self), SimStream(self)
+        self.num_allocations = self.num_host_waits = self.loaded_bytes = self.registered_bytes = 0
+        self.fail_at: set[int] = set()
+        self.refuse_register: Callable[[int, int], bool] = lambda registered_bytes, num_bytes: False
+        self._blocks: dict[int, np.ndarray] = {}
+
+    def memory(self) -> tuple[int, int]:
+        used_bytes = sum(block.nbytes for block in self._blocks.values())
+        return self.info.total_bytes - used_bytes, self.info.total_bytes
+
+    def allocate(self, num_bytes: int) -> int:
+        self.num_allocations += 1
+        free_bytes, total_bytes = self.memory()
+        if num_bytes > free_bytes or self.num_allocations in self.fail_at:
+            raise DeviceMemoryError(
+                f"{self.info.name}: {format_bytes(num_bytes)} asked for, {format_bytes(free_bytes)} of "
+                f"{format_bytes(total_bytes)} are free; give less --context or a smaller --vram"
+            )
+        memory = np.empty(num_bytes + ARENA_ALIGNMENT, np.uint8)
+        start = -memory.ctypes.data % ARENA_ALIGNMENT
+        block = memory[start : start + num_bytes]
+        block[...] = _POISON
+        self._blocks[block.ctypes.data] = block
+        return block.ctypes.data
+
+    def release(self, address: int) -> None:
+        del self._blocks[address]
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        yield
+
+    def load(self, target: View, source: np.ndarray, stream: SimStream) -> None:
+        self._bytes(target)[...] = source.reshape(-1).view(np.uint8)
+        self.loaded_bytes += source.nbytes
+
+    def fetch(self, target: np.ndarray, source: View) -> SimEvent:
+        target.reshape(-1).view(np.uint8)[...] = self._bytes(source)
+        return SimEvent(self)
+
+    def hop(self, target: View, source: View, origin: "SimDevice") -> None:
+        self._bytes(target)[...] = origin._bytes(source)
+
+    def host_array(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
+        return np.zeros(shape, dtype)
+
+    def register(self, memory: np.ndarray) -> bool:
+        if self.refuse_register(self.registered_bytes, memory.nbytes):
+            return False
+        self.registered_bytes += memory.nbytes
+        return True
+
+    def unregister(self, memory: np.ndarray) -> None:
+        self.registered_bytes -= memory.nbytes
+
+    def mapped_address(self, memory: np.ndarray) -> int:
+        return memory.ctypes.data
+
+    def capture(self, work: Callable[[], None]) -> SimGraph:
+        self.launcher.recorded = []
+        try:
+            work()
+            return SimGraph(self.launcher, self.launcher.recorded)
+        finally:
+            self.launcher.recorded = None
+
+    def close(self) -> None:
+        self._blocks.clear()
+
+    def _bytes(self, view: View) -> np.ndarray:
+        """A view's memory; it must lie within one block."""
+        for address, block in self._blocks.items():
+            if address <= view.ptr and view.ptr + view.nbytes <= address + block.nbytes:
+                return block[view.ptr - address : view.ptr - address + view.nbytes]
+        raise AssertionError(f"{self.info.name} has no {view.nbytes} bytes at {view.ptr:#x}")

@@ -1,0 +1,104 @@
+"""What a pass takes in a device's memory, found by a dry run: the launches of a real pass, with nobody to run them."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from glm_gpu.config import ModelConfig
+from glm_gpu.device import Arena
+from glm_gpu.kernels.gpu.arrays import DeviceMatrix, View
+from glm_gpu.model.device_layer import Compute, Place, decoder_layer
+from glm_gpu.model.device_part import LOGIT_ROWS, DevicePart, Ends, PassShape, Workspace, rounded_count
+from glm_gpu.model.weights import read_layer
+from glm_gpu.quant import FORMATS
+from glm_gpu.slab import SlabLayout
+from glm_gpu.tensors import expected_tensors
+
+_UNLIMITED = 1 << 60
+
+
+def device_pass_bytes(config: ModelConfig, num_rows: int, context: int) -> int:
+    """The most that passes of up to `num_rows` rows take on a device, inputs and places for results included.
+
+    Args:
+        context: positions in the cache once the pass is done.
+    """
+    device: Any = SimpleNamespace(
+        launcher=_Nobody(), allocate=lambda num_bytes: 0, host_array=lambda shape, dtype: np.empty(0, dtype)
+    )
+    arena = Arena(device, _UNLIMITED)
+    workspace = Workspace(config, config.num_hidden_layers + 1, num_rows, arena)
+    is_sparse = config.is_latent and context > config.index_topk
+    shape = PassShape(num_rows, rounded_count(context), is_sparse, ())
+    _, inputs = workspace.described(shape)
+    shapes = expected_tensors(config)
+    layout = SlabLayout(FORMATS["bf16"], config.hidden_size, config.moe_intermediate_size)
+    x, ids = View(0, (num_rows, config.hidden_size), "f32"), View(0, (num_rows, config.num_experts_per_tok), "i32")
+    for layer in _kinds(config):
+        weights: Any = read_layer(_Shapes(shapes, f"model.layers.{layer}."), config, layer)
+        place = Place(config, device.launcher, workspace.scratch())
+        offsets = dict.fromkeys(("latent", "index_key", "key", "value"), 0)
+        decoder_layer(x, weights, place, inputs, offsets, _Experts(layout), ids)
+    head = _matrix((config.vocab_size, config.hidden_size))
+    norm = View(0, (config.hidden_size,), "f32")
+    part = DevicePart(device, config, {}, (), Ends(head, norm, head), workspace)
+    _, split = part.finish(num_rows)
+    part.logits(split, 0, min(num_rows, LOGIT_ROWS))
+    return arena.peak_bytes
+
+
+def _kinds(config: ModelConfig) -> Sequence[int]:
+    """One layer of each kind: those of a kind take the same."""
+    kinds: dict[tuple[bool, bool], int] = {}
+    for layer in range(config.num_hidden_layers):
+        is_full = config.is_latent and config.is_full_indexer(layer)
+        kinds.setdefault((config.is_sparse(layer), is_full), layer)
+    return list(kinds.values())
+
+
+class _Nobody:
+    """A launcher that runs nothing."""
+
+    def launch(self, *launch: Any) -> None:
+        pass
+
+
+class _Experts:
+    """All experts, at once."""
+
+    def __init__(self, layout: SlabLayout) -> None:
+        self.layout = layout
+
+    def chosen(self, ids: View) -> None:
+        pass
+
+    def compute_resident(self, compute: Compute) -> None:
+        compute(View(0, (1,), "i64"))
+
+    def compute_missing(self, compute: Compute) -> None:
+        pass
+
+
+class _Shapes:
+    """Reads weights as `glm_gpu.model.weights` wants them, of the right shapes and without memory."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]], prefix: str) -> None:
+        self._shapes, self._prefix = shapes, prefix
+
+    def under(self, prefix: str) -> "_Shapes":
+        return _Shapes(self._shapes, self._prefix + prefix)
+
+    def has(self, name: str) -> bool:
+        return self._prefix + name in self._shapes
+
+    def matrix(self, name: str) -> DeviceMatrix:
+        return _matrix(self._shapes[f"{self._prefix}{name}.weight"])
+
+    def vector(self, name: str) -> View:
+        return View(0, self._shapes[self._prefix + name], "f32")
+
+
+def _matrix(shape: tuple[int, int]) -> DeviceMatrix:
+    return DeviceMatrix(FORMATS["bf16"], shape, View(0, shape, "bf16"))

@@ -1,0 +1,320 @@
+"""Experts for a model on devices: the VRAM of each in front of the host's slots and the disk."""
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+
+from glm_gpu.batch import Phase
+from glm_gpu.device import Event
+from glm_gpu.kernels.gpu.arrays import View
+from glm_gpu.pinned import pin
+from glm_gpu.tiers.files import ExpertFiles
+from glm_gpu.tiers.heat import Heat
+from glm_gpu.tiers.link import LinkRates, reads_in_place
+from glm_gpu.tiers.residency import Key
+from glm_gpu.tiers.slots import SlotPool, SlotState
+from glm_gpu.tiers.store import MAX_PREFETCH_ROWS, REVIEW_PASSES, TieredStore
+from glm_gpu.tiers.vram_tier import VramTier
+
+# Bytes that go up to a device at a step border: at 25 GB/s of PCIe 4 ten milliseconds, every 16 steps.
+MOVE_BYTES = 256 << 20
+
+Compute = Callable[[View], None]
+
+
+class DeviceStore(TieredStore):
+    """A `TieredStore` whose hottest experts are in devices' memory.
+
+    Layers whose experts all have an address on their device need nothing from the host during a pass. In others the
+    host waits once, for the router's choice; what is missing is copied on the copy stream while kernels compute with
+    what is there. Whatever is where, kernels get the same bytes.
+
+    Args:
+        tiers: one a device; they and this store share `is_elsewhere`.
+        links: of each device, None to copy whatever is used outside VRAM. Else a device's kernels read pinned host
+            memory themselves in passes of few rows, if that is faster and every expert outside VRAM is there.
+        files, num_slots, heat, options: as in TieredStore.
+    """
+
+    def __init__(
+        self,
+        files: ExpertFiles,
+        num_slots: dict[int, int],
+        heat: Heat,
+        tiers: Sequence[VramTier],
+        links: Sequence[LinkRates] | None = None,
+        **options: Any,
+    ) -> None:
+        self.tiers, self._links = list(tiers), links
+        self._tier_of = {layer: tier for tier in tiers for layer in tier.layers}
+        self._deferred: list[tuple[Event, ExitStack]] = []
+        self._fill(files, options.get("num_read_threads", 4))
+        super().__init__(files, num_slots, heat, **options)
+        arrays = [pool.memory for pool in self._residency.pools]
+        self._pinned = pin(self.tiers[0].device, arrays, sum(array.nbytes for array in arrays))
+
+    def close(self) -> None:
+        self._settle()
+        super().close()
+        for tier in self.tiers:
+            tier.close()
+        for each in self._pinned:
+            each.close()
+
+    def tier_of(self, layer: int) -> VramTier:
+        """The device tier of a sparse layer."""
+        return self._tier_of[layer]
+
+    def begin_pass(self, phase: Phase) -> None:
+        self._settle()
+        super().begin_pass(phase)
+        if self._residency.pass_number % REVIEW_PASSES == 0:
+            with self._residency.changed:
+                self._residency.settle()
+            for tier in self.tiers:
+                tier.refresh()
+                tier.review()
+                # An expert that gives way here would have to come from disk again, where now every one is at hand.
+                if not all(tier.reach.is_complete(layer) for layer in tier.layers):
+                    self._promote_to(tier)
+        for tier, link in zip(self.tiers, self._links or (), strict=bool(self._links)):
+            self._map_rest(tier, link)
+
+    def count(self, layer: int, choices: np.ndarray, phase: Phase) -> None:
+        super().count(layer, choices, phase)
+        if layer in self._tier_of:
+            self._tier_of[layer].counted(layer)
+
+    def wants_prefetch(self, layer: int, num_rows: int) -> bool:
+        return False
+
+    def count_resident(self, layer: int, choices: np.ndarray, phase: Phase) -> None:
+        """Record the choices of a layer whose experts all had addresses."""
+        self.count(layer, choices, phase)
+        ids = np.unique(choices)
+        num_mapped = int((~self._is_elsewhere[layer, ids]).sum())
+        self.counters.phases[phase].vram += len(ids) - num_mapped
+        self.counters.phases[phase].locked += num_mapped
+
+    def compute_missing(self, layer: int, choices: np.ndarray, phase: Phase, compute: Compute) -> None:
+        """Have experts computed that the layer's table did not show: for each part a table, as soon as it is there.
+
+        Called behind the wait for the choice, when the work with the table has been queued.
+
+        Args:
+            choices: [T, K] int32.
+            compute: queues the experts of a table.
+
+        Raises:
+            CheckpointError: an expert cannot be read.
+        """
+        self._release_deferred()  # the wait for the choice has covered them
+        self.count(layer, choices, phase)
+        tier, ids = self._tier_of[layer], np.unique(choices)
+        tier.reached()
+        pool = tier.pool(layer)
+        slots = pool.find(layer, ids)
+        is_here = np.array([tier.table.address(layer, int(expert)) != 0 for expert in ids])
+        self.counters.phases[phase].vram += int(is_here.sum())
+        if is_here.all():
+            return
+        with self._residency.changed:
+            self._residency.settle()
+        tier.refresh()
+        held = slots[slots >= 0].tolist()
+        pool.leases[held] += 1
+        try:
+            run = _Missing(tier, layer, held, len(choices))
+            for part in self._arrivals(tier, layer, ids[~is_here], phase, run):
+                compute(part)
+        finally:
+            pool.leases[:] = 0
+
+    def _arrivals(
+        self, tier: VramTier, layer: int, missing: np.ndarray, phase: Phase, run: "_Missing"
+    ) -> Iterator[View]:
+        """Tables of experts whose copies are queued before whatever is queued on the compute stream next."""
+        stack = ExitStack()
+        lease = stack.enter_context(self.lease(layer, missing, phase))
+        arrived = None
+        with stack:
+            for members, slabs in lease.parts():
+                if arrived is not None:
+                    arrived.synchronize()  # the slabs of the part before are gone now
+                experts = missing[members].tolist()
+                done = 0
+                while done < len(experts):
+                    chunk = run.place(experts[done:], slabs[done:])
+                    done += len(chunk)
+                    table, index = tier.part_table(layer, chunk)
+                    arrived = tier.device.copy.record()
+                    tier.device.compute.wait(arrived)
+                    yield table
+                    run.finish(index, tier.device.compute.record())
+            self._deferred.append((arrived, stack.pop_all()))
+
+    def is_reachable(self) -> bool:
+        """Whether kernels can reach every expert of every layer: a pass of few rows then needs nothing from here."""
+        return all(tier.reach.is_complete(layer) for tier in self.tiers for layer in tier.layers)
+
+    def give_back(self, num_bytes: int) -> int:
+        """Free memory of the devices by emptying slots, between passes: how many bytes."""
+        self._settle()
+        return sum(tier.give_back(num_bytes) for tier in self.tiers)
+
+    def _settle(self) -> None:
+        """Wait for copies under way and let go of the slabs that they read."""
+        for event, _ in self._deferred:
+            event.synchronize()
+        self._release_deferred()
+
+    def _release_deferred(self) -> None:
+        deferred, self._deferred = self._deferred, []
+        for _, stack in deferred:
+            stack.close()
+
+    def _map_rest(self, tier: VramTier, link: LinkRates) -> None:
+        """Let kernels reach experts in pinned host memory, if that pays and completes every layer of a device.
+
+        They stay where they are from then on.
+        """
+        found: list[tuple[Key, SlotPool, int]] = []
+        for layer in tier.layers:
+            if tier.reach.is_complete(layer):
+                continue
+            pool = self._residency.pool(layer)
+            limit = self._pinned[self._residency.pools.index(pool)].num_bytes
+            missing = [e for e in range(self.files.num_experts) if tier.reach.address(layer, e) == 0]
+            for expert, slot in zip(missing, pool.find(layer, np.array(missing, np.intp)).tolist(), strict=True):
+                is_pinned = (slot + 1) * pool.slot_nbytes <= limit
+                if slot < 0 or pool.state[slot] != SlotState.READY or not is_pinned:
+                    return
+                found.append(((layer, expert), pool, slot))
+        if not found or not reads_in_place(link, tier.expected_missed_bytes(), len(tier.layers)):
+            return
+        with self._residency.changed:
+            for (layer, expert), pool, slot in found:
+                pool.leases[slot] += 1
+                tier.reach.set(layer, expert, tier.device.mapped_address(pool.slabs[slot]))
+
+    def _promote_to(self, tier: VramTier) -> None:
+        """Copy experts that are worth it from the host's memory, a bounded number of bytes."""
+        left = MOVE_BYTES
+        for (layer, expert), value in tier.promotable():
+            pool, host = tier.pool(layer), self._residency.pool(layer)
+            slot, is_passing = (
+                int(host.find(layer, np.array([expert]))[0]),
+                pool.find(layer, np.array([expert]))[0] >= 0,
+            )
+            if slot < 0 or host.state[slot] != SlotState.READY or is_passing:
+                continue
+            target = tier.take(layer, above=value)
+            left -= pool.slot_nbytes
+            if target is None or left < 0:
+                if target is not None:
+                    pool.give_back(target)
+                return
+            stack = ExitStack()
+            stack.enter_context(self._held(host, slot))
+            tier.put(layer, expert, host.slabs[slot], target)
+            arrived = tier.device.copy.record()
+            tier.device.compute.wait(arrived)
+            self._deferred.append((arrived, stack))
+
+    @contextmanager
+    def _held(self, pool: SlotPool, slot: int) -> Iterator[None]:
+        with self._residency.changed:
+            pool.leases[slot] += 1
+        try:
+            yield
+        finally:
+            with self._residency.changed:
+                pool.leases[slot] -= 1
+
+    def _fill(self, files: ExpertFiles, num_threads: int) -> None:
+        """Read the hottest experts into free slots, several at once."""
+        for tier in self.tiers:
+            keys: list[tuple[Key, int]] = []
+            for (layer, expert), _ in tier.promotable():
+                slot = tier.pool(layer).take_free()
+                if slot is not None:
+                    keys.append(((layer, expert), slot))
+
+            def read(job: tuple[Key, int]) -> np.ndarray:
+                (layer, expert), _ = job
+                slab = np.empty(files.layout(layer).aligned_nbytes, np.uint8)
+                files.read(layer, expert, slab)
+                return slab[: files.layout(layer).nbytes]
+
+            with ThreadPoolExecutor(num_threads, thread_name_prefix="glm-gpu-fill") as pool:
+                for start in range(0, len(keys), 2 * num_threads):
+                    jobs = keys[start : start + 2 * num_threads]
+                    slabs = list(pool.map(read, jobs))
+                    for ((layer, expert), slot), slab in zip(jobs, slabs, strict=True):
+                        tier.put(layer, expert, slab, slot)
+                    tier.device.copy.synchronize()
+
+
+class _Missing:
+    """Where the missing experts of one layer go, in one pass.
+
+    Args:
+        held: slots that the layer's resident experts are in; they may be reused when they have been computed with.
+    """
+
+    def __init__(self, tier: VramTier, layer: int, held: list[int], num_rows: int) -> None:
+        self._tier, self._layer, self._pool = tier, layer, tier.pool(layer)
+        self._used: list[int] = []  # taken here and computed with, the first again the first
+        self._current: list[int] = []
+        resident = tier.device.compute.record()
+        self._event_of = dict.fromkeys(held, resident)
+        self._held = held
+        self._is_bulk = num_rows > MAX_PREFETCH_ROWS and len(self._pool.transit) > 1
+        self._transit = sorted(self._pool.transit)
+        self._most = len(self._transit) if self._is_bulk else self._pool.num_slots
+
+    def place(self, experts: list[int], slabs: list[np.ndarray]) -> list[int]:
+        """Queue copies of the first experts, as many as there are slots for at once, at least one: which."""
+        chunk_size = max(1, self._most // 2)
+        for expert, slab in zip(experts[:chunk_size], slabs, strict=False):
+            slot = self._slot()
+            if slot is None:
+                break
+            event = self._event_of.pop(slot, None)
+            if event is not None:
+                self._tier.device.copy.wait(event)
+            self._tier.put(self._layer, expert, slab, slot)
+            self._pool.leases[slot] += 1
+            self._current.append(slot)
+        assert self._current, "a pass has no slot to compute with"
+        return experts[: len(self._current)]
+
+    def finish(self, index: int, event: Event) -> None:
+        """What was placed last has been queued for computing; its slots may be filled again behind the event."""
+        self._tier.computed(index, event)
+        self._event_of |= dict.fromkeys(self._current, event)
+        self._used += self._current
+        self._current = []
+
+    def _slot(self) -> int | None:
+        if self._is_bulk and self._transit:
+            slot = self._transit.pop()
+            if self._pool.layer[slot] >= 0:
+                self._tier.drop(self._pool, slot)
+            return slot
+        slot = None if self._is_bulk else self._tier.take(self._layer)
+        if slot is not None:
+            return slot
+        if self._used:
+            slot = self._used.pop(0)
+        elif self._held and not self._current and not self._is_bulk:
+            slot = self._held.pop()
+        else:
+            return None
+        self._pool.leases[slot] = 0
+        self._pool.pinned[slot] = False
+        self._tier.drop(self._pool, slot)
+        return slot
