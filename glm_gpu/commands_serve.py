@@ -75,7 +75,7 @@ def serve(
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise RequestError(f"serve needs {error.name}, which is not installed; pip install 'glm-gpu[serve]'") from None
-    options = dataclasses.replace(model.engine_options(speculate), num_contexts=contexts)
+    options = dataclasses.replace(model.engine_options(speculate), num_contexts=contexts, is_shared=True)
     path = model.model or DEMO_MODEL
     if (path / "config.json").exists() and not (path / "tokenizer.json").exists():
         Tokenizer.open(path)  # raises; better now than after the weights were read

@@ -108,6 +108,63 @@ class DeviceCache(KVCache):
         return rows
 
 
+class CacheMirrors:
+    """For sequences whose rows the host keeps, as a server does in shared pages: copies on devices, made for passes.
+
+    The host's rows are what counts: a pass finds on the devices what the host has, and leaves its new rows with both.
+    """
+
+    def __init__(self, pool: DeviceCachePool) -> None:
+        self._pool = pool
+        # by the host's cache, the least recently used first: the copy, and how many rows of it hold
+        self._mirrors: weakref.WeakKeyDictionary[KVCache, tuple[DeviceCache, int]] = weakref.WeakKeyDictionary()
+
+    def begin(self, caches: Sequence[KVCache]) -> list[DeviceCache]:
+        """Where a pass finds the rows of each sequence; waits for copies of rows that devices lack.
+
+        Raises:
+            CapacityError: there are more sequences than devices have room for.
+        """
+        return [cache if isinstance(cache, DeviceCache) else self._mirror(cache, caches) for cache in caches]
+
+    def end(self, sequences: Sequence[tuple[KVCache, int]]) -> None:
+        """Bring a pass's new rows to the host.
+
+        Args:
+            sequences: caches, their lengths still without the new rows, and their lengths with them.
+        """
+        for cache, stop in sequences:
+            if isinstance(cache, DeviceCache):
+                continue
+            mirror, start = self._mirrors[cache][0], cache.length
+            fetched = []
+            for layer, streams in enumerate(cache.layout.widths):
+                for name in streams:
+                    device, view = self._pool.rows(mirror.index, layer, name, start, stop)
+                    rows = np.empty(view.shape, np.uint16)
+                    device.fetch(rows, view).synchronize()
+                    fetched.append((layer, name, rows))
+            for layer, name, rows in fetched:
+                cache.write(layer, name, start, rows)
+            self._mirrors[cache] = mirror, stop
+
+    def _mirror(self, cache: KVCache, in_pass: Sequence[KVCache]) -> DeviceCache:
+        assert cache.layout == self._pool.layout, "a server's rows are bfloat16 on devices"
+        mirror, held = self._mirrors.pop(cache, (None, 0))
+        if mirror is None:
+            if not self._pool.num_free:
+                others = [other for other in self._mirrors if not any(other is one for one in in_pass)]
+                if others:
+                    del self._mirrors[others[0]]
+            mirror = self._pool.new_cache()
+        self._mirrors[cache] = mirror, cache.length
+        for layer, streams in enumerate(cache.layout.widths) if held < cache.length else ():
+            for name in streams:
+                rows = cache.read(layer, name, cache.length)[held:]
+                mirror.write(layer, name, held, np.ascontiguousarray(rows))
+        return mirror
+
+
 def sequence_bytes(layout: CacheLayout, layers: Sequence[int], max_length: int) -> int:
     """What one sequence takes on a device that holds these layers."""
     widths = [width for layer in layers for width in layout.widths[layer].values()]

@@ -39,7 +39,7 @@ def open_on_devices(
         CapacityError: a device has less memory left than it said.
     """
     config, plan = checkpoint.config, opening.plan
-    layout, max_rows = cache_layout(config, is_bf16=True), min(PREFILL_CHUNK, plan.context)
+    layout, max_rows = cache_layout(config, is_bf16=True), min(PREFILL_CHUNK, options.num_contexts * plan.context)
     placed = [
         (device, replace(part, layers=tuple(layer for layer in part.layers if layer < config.num_hidden_layers)))
         for device, part in zip(devices, plan.devices, strict=True)

@@ -6,7 +6,7 @@ kernel that reads what nobody wrote is seen in its results.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -96,12 +96,14 @@ class SimDevice:
     """
 
     is_simulated = True
+    # Whichever device registers memory of the host, all of the process may read it.
+    _registered: ClassVar[dict[int, int]] = {}
 
     def __init__(self, ordinal: int, total_bytes: int, launcher: Launcher | None = None) -> None:
         if launcher is None:
             from glm_gpu.kernels.simulator import Simulator
 
-            launcher = Simulator()
+            launcher = Simulator(self._regions)
         name = f"simulated device {ordinal}"
         self.info = DeviceInfo(ordinal, name, f"SIM-{ordinal}", f"sim:{ordinal}", 90, total_bytes, total_bytes)
         self.launcher = _Recorder(launcher)
@@ -155,10 +157,12 @@ class SimDevice:
         if self.refuse_register(self.registered_bytes, memory.nbytes):
             return False
         self.registered_bytes += memory.nbytes
+        self._registered[memory.ctypes.data] = memory.nbytes
         return True
 
     def unregister(self, memory: np.ndarray) -> None:
         self.registered_bytes -= memory.nbytes
+        self._registered.pop(memory.ctypes.data, None)
 
     def mapped_address(self, memory: np.ndarray) -> int:
         return memory.ctypes.data
@@ -173,6 +177,11 @@ class SimDevice:
 
     def close(self) -> None:
         self._blocks.clear()
+
+    def _regions(self) -> list[tuple[int, int]]:
+        """(begin, bytes) of all memory that kernels may reach by address."""
+        blocks = [(address, block.nbytes) for address, block in self._blocks.items()]
+        return blocks + list(self._registered.items())
 
     def _bytes(self, view: View) -> np.ndarray:
         """A view's memory; it must lie within one block."""

@@ -60,6 +60,7 @@ class EngineOptions:
         state: the folder where heat is kept between runs; None to begin without any and keep none.
         is_heat_read_only: use the heat that is kept, and leave it as it is.
         num_contexts: full contexts that memory is kept for; a server's sequences share them.
+        is_shared: they do: rows are in pages of the host, whatever computes.
         devices: what computes; without a GPU the CPU does.
     """
 
@@ -83,6 +84,7 @@ class EngineOptions:
     state: Path | None = None
     is_heat_read_only: bool = False
     num_contexts: int = 1
+    is_shared: bool = False
     devices: DeviceRequest = field(default_factory=DeviceRequest)
 
     @property
@@ -188,28 +190,29 @@ def _plan(
     sizes = model_sizes(checkpoint, options.recipe, with_mtp)
     is_bf16, explicit = options.is_kv_bf16, options.fast_math
     widths = [*cache_layout(config, is_bf16).widths, latent_streams(config, True) if with_mtp else {}]
+
+    def on_host(context: int) -> int:
+        num_rows = min(PREFILL_CHUNK, context)
+        if not devices:
+            is_numpy = cpu.implementation() == "numpy"
+            return pass_bytes(config, num_rows, context, is_numpy=is_numpy, explicit_prefill=explicit)
+        results = num_rows * (config.vocab_size + config.hidden_size) * 4
+        shared = options.num_contexts * context * cache_layout(config, True).bytes_per_token
+        return results + (shared if options.is_shared else 0)
+
+    def on_device(context: int) -> int:
+        return device_pass_bytes(config, min(PREFILL_CHUNK, options.num_contexts * context), context)
+
     demand = Demand(
         context=_context(options.context, config.max_position_embeddings),
         is_context_asked=options.context is not None,
         cache_bytes_per_token=tuple(CacheLayout((streams,), is_bf16).bytes_per_token for streams in widths),
-        pass_bytes=lambda context: (
-            pass_bytes(
-                config,
-                min(PREFILL_CHUNK, context),
-                context,
-                is_numpy=cpu.implementation() == "numpy",
-                explicit_prefill=explicit,
-            )
-            if not devices
-            else min(PREFILL_CHUNK, context) * (config.vocab_size + config.hidden_size) * 4
-        ),  # results, on their way out
+        pass_bytes=on_host,
         num_read_threads=options.read_threads,
         expert_slots=options.expert_slots,
         read_mode=options.read,
         num_contexts=options.num_contexts,
-        device_pass_bytes=(lambda context: device_pass_bytes(config, min(PREFILL_CHUNK, context), context))
-        if devices
-        else None,
+        device_pass_bytes=on_device if devices else None,
     )
     budgets = tuple(_device_budget(device, config, options.num_contexts) for device in devices)
     budget = host_budget(machine.memory(), machine.anon_rss_bytes(), options.ram, budgets)

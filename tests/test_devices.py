@@ -1,10 +1,16 @@
 """The whole engine on simulated devices: the CPU reference's tokens, the same bits wherever everything is placed."""
 
+import gc
+
 import numpy as np
 import pytest
 from device_models import greedy, needs, on_devices, options_for
 
+from glm_gpu.batch import Batch
 from glm_gpu.engine import Engine
+from glm_gpu.errors import CapacityError
+from glm_gpu.model.transformer import cache_layout
+from glm_gpu.pages import PagedCache, PagePool
 
 # Prompt and tokens of each model: past `index_topk` where there is one, and few, since a pass takes a second.
 PROMPTS = {"tiny_glm": (20, 4), "tiny_olmoe": (24, 5), None: (70, 2)}
@@ -68,3 +74,135 @@ def test_bits_are_the_same_wherever_experts_and_layers_are(runs, name, placement
     found_ids, found, _ = runs(name, placement)
     assert found_ids == ids
     assert np.array_equal(found, logits)
+
+
+def test_c26_a_prompt_as_long_as_the_context_fits_beside_experts_that_fill_the_memory(oracle_dir):
+    path = oracle_dir / "tiny_olmoe"
+    need = needs(path)
+    devices = on_devices(need.kept_bytes + need.pass_bytes + 9 * need.slot_bytes)
+    with Engine.open(path, options_for(path, devices=devices)) as engine:
+        (device,) = engine.devices
+        assert sum(engine.plan.devices[0].num_slots.values()) == 9
+        assert device.memory()[0] < need.slot_bytes
+        prompt_ids = [n % engine.config.vocab_size for n in range(engine.context - 1)]
+        ids, logits = greedy(engine, prompt_ids, 2)
+        assert np.isfinite(logits).all() and len(ids) == 2
+        assert all(part.workspace.arena.peak_bytes <= part.workspace.arena.num_bytes for part in engine.model.parts)
+
+
+def opened(oracle_dir, num_slots: int) -> Engine:
+    path = oracle_dir / "tiny_olmoe"
+    need = needs(path)
+    sizes = need.kept_bytes + need.pass_bytes + num_slots * need.slot_bytes
+    return Engine.open(path, options_for(path, devices=on_devices(sizes)))
+
+
+@pytest.mark.parametrize("launch", [1, 40, 95])
+def test_c26_a_launch_without_memory_gives_slots_back_and_repeats_the_pass(oracle_dir, caplog, monkeypatch, launch):
+    monkeypatch.setattr("glm_gpu.tiers.vram.BLOCK_BYTES", 1)
+    monkeypatch.setattr("glm_gpu.model.device_transformer.GIVE_BACK_BYTES", 100_000)
+    with opened(oracle_dir, 30) as engine:
+        expected, _ = greedy(engine, range(20), 3)
+    with opened(oracle_dir, 30) as engine:
+        (device,) = engine.devices
+        free_bytes, _ = device.memory()
+        device.launcher.fail_at = {launch}
+        assert greedy(engine, range(20), 3)[0] == expected
+        assert device.memory()[0] - free_bytes >= 100_000
+        assert np.array_equal(greedy_again(engine), greedy_again(engine))
+    assert sum("given back" in record.getMessage() for record in caplog.records) == 1
+
+
+def greedy_again(engine: Engine) -> np.ndarray:
+    return greedy(engine, range(20), 3)[1]
+
+
+def test_c26_memory_that_is_short_twice_ends_one_request_and_the_engine_lives(oracle_dir):
+    with opened(oracle_dir, 30) as engine:
+        expected = greedy_again(engine)
+        (device,) = engine.devices
+        device.launcher.fail_at = {device.launcher.num_launches + n for n in (5, 10)}
+        cache = engine.model.new_cache(engine.context, is_bf16=True)
+        with pytest.raises(CapacityError, match="no memory"):
+            engine.model.forward(Batch.of([(range(20), cache)], "prefill"))
+        assert cache.length == 0
+        del cache
+        gc.collect()  # the error's frames held it
+        assert np.array_equal(greedy_again(engine), expected)
+
+
+def test_experts_that_do_not_fit_beside_the_rest_are_one_line_with_the_numbers(oracle_dir):
+    path = oracle_dir / "tiny_olmoe"
+    need = needs(path)
+    devices = on_devices(need.kept_bytes + need.pass_bytes + need.slot_bytes)
+    with pytest.raises(CapacityError, match="the GPUs cannot hold") as caught:
+        Engine.open(path, options_for(path, devices=devices))
+    assert "\n" not in str(caught.value) and "--context" in str(caught.value)
+
+
+def test_a_host_waits_at_most_once_a_layer_and_never_where_all_is_at_hand(oracle_dir):
+    with opened(oracle_dir, 36) as engine:
+        greedy(engine, range(20), 3)
+        (device,) = engine.devices
+        cache = engine.model.new_cache(engine.context, is_bf16=True)
+        for _ in range(4):
+            engine.model.forward(Batch.of([([1], cache)], "decode"))
+        waits = device.num_host_waits
+        engine.model.forward(Batch.of([([1], cache)], "decode"))
+        assert device.num_host_waits - waits == 2  # the results, and the choices to count
+    with opened(oracle_dir, 8) as engine:
+        engine.store._links = None
+        greedy(engine, range(20), 3)
+        (device,) = engine.devices
+        cache = engine.model.new_cache(engine.context, is_bf16=True)
+        waits = device.num_host_waits
+        engine.model.forward(Batch.of([([1], cache)], "decode"))
+        settled = 4  # copies of the pass before, at its beginning
+        assert device.num_host_waits - waits <= settled + len(engine.config.sparse_layers) + 1
+
+
+def test_a_pass_is_replayed_with_new_numbers_from_the_second_time_on(oracle_dir):
+    with opened(oracle_dir, 36) as engine:
+        _, logits = greedy(engine, range(20), 6)
+        assert len(engine.model._graphs) == 1
+        engine.model._graphs.clear()
+        engine.model._seen.clear()
+        engine.model._captured = lambda shape, inputs: None
+        assert np.array_equal(greedy(engine, range(20), 6)[1], logits)
+
+
+def test_a_prompt_reads_each_missing_expert_once_a_chunk(oracle_dir):
+    with opened(oracle_dir, 8) as engine:
+        (device,) = engine.devices
+        loaded = device.loaded_bytes
+        cache = engine.model.new_cache(engine.context, is_bf16=True)
+        engine.model.forward(Batch.of([(range(40), cache)], "prefill"))
+        slab_bytes = engine.store.layout(0).nbytes
+        assert (device.loaded_bytes - loaded) // slab_bytes <= 36
+
+
+def test_sequences_share_passes_on_devices_and_come_back_from_the_host_s_pages(oracle_dir):
+    path = oracle_dir / "tiny_olmoe"
+    options = options_for(path, devices=on_devices(1 << 30), num_contexts=2)
+    with Engine.open(path, options) as engine:
+        pool = PagePool(cache_layout(engine.config, True), 4 * engine.context)
+        prompts = [[1, 2, 3, 4], [5, 6], [7, 8, 9]]
+        alone = []
+        for ids in prompts:
+            cache = engine.model.new_cache(engine.context, is_bf16=True)
+            alone.append(engine.model.forward(Batch.of([(ids, cache)], "prefill")).logits[0])
+        caches = [PagedCache(pool, engine.context) for _ in prompts]
+        for cache in caches:
+            cache.grow(16)
+        first = engine.model.forward(Batch.of(list(zip(prompts[:2], caches[:2], strict=True)), "prefill")).logits
+        third = engine.model.forward(Batch.of([(prompts[2], caches[2])], "prefill")).logits
+        assert np.array_equal(np.concatenate([first, third]), alone)
+        # the third sequence pushed one out of the devices: its rows come back from the pages
+        again = engine.model.forward(Batch.of([([10], caches[0]), ([11], caches[1])], "decode")).logits
+        assert [cache.length for cache in caches] == [5, 3, 3]
+        del cache
+        caches.clear()
+        fresh = engine.model.new_cache(engine.context, is_bf16=True)
+        expected = engine.model.forward(Batch.of([([*prompts[0], 10], fresh)], "prefill")).logits[0]
+        assert np.array_equal(again[0], expected)
+        pool.close()

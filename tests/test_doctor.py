@@ -102,5 +102,5 @@ def test_status_counts_bytes_and_names_the_instruction_set(folder):
 
 
 def test_without_a_gpu_the_reason_is_told(folder, monkeypatch):
-    monkeypatch.setattr(machine, "gpu_absence", lambda root: "no NVIDIA driver is loaded")
+    monkeypatch.setattr(machine, "gpu_absence", lambda *root: "no NVIDIA driver is loaded")
     assert checks(folder)["gpu"].found == "no NVIDIA driver is loaded"

@@ -23,6 +23,7 @@ from glm_gpu.tiers.vram_tier import VramTier
 MOVE_BYTES = 256 << 20
 
 Compute = Callable[[View], None]
+_Mapped = tuple[VramTier, Key, SlotPool, int]  # whose kernels reach which expert in which slot of the host
 
 
 class DeviceStore(TieredStore):
@@ -51,6 +52,7 @@ class DeviceStore(TieredStore):
         self.tiers, self._links = list(tiers), links
         self._tier_of = {layer: tier for tier in tiers for layer in tier.layers}
         self._deferred: list[tuple[Event, ExitStack]] = []
+        self._mapped: list[_Mapped] = []
         self._fill(files, options.get("num_read_threads", 4))
         super().__init__(files, num_slots, heat, **options)
         arrays = [pool.memory for pool in self._residency.pools]
@@ -80,8 +82,8 @@ class DeviceStore(TieredStore):
                 # An expert that gives way here would have to come from disk again, where now every one is at hand.
                 if not all(tier.reach.is_complete(layer) for layer in tier.layers):
                     self._promote_to(tier)
-        for tier, link in zip(self.tiers, self._links or (), strict=bool(self._links)):
-            self._map_rest(tier, link)
+        if self._links is not None:
+            self._map()
 
     def count(self, layer: int, choices: np.ndarray, phase: Phase) -> None:
         super().count(layer, choices, phase)
@@ -176,12 +178,39 @@ class DeviceStore(TieredStore):
         for _, stack in deferred:
             stack.close()
 
-    def _map_rest(self, tier: VramTier, link: LinkRates) -> None:
-        """Let kernels reach experts in pinned host memory, if that pays and completes every layer of a device.
+    def _map(self) -> None:
+        """Let kernels reach experts in pinned host memory, if that pays and completes every layer.
 
-        They stay where they are from then on.
+        Those stay where they are while all is complete, and no longer: without one that is nowhere in memory, their
+        slots are wanted for others.
         """
-        found: list[tuple[Key, SlotPool, int]] = []
+        if self._mapped and not self.is_reachable():
+            with self._residency.changed:
+                for tier, (layer, expert), pool, slot in self._mapped:
+                    pool.leases[slot] -= 1
+                    if not self._is_elsewhere[layer, expert]:
+                        tier.reach.set(layer, expert, 0)
+            self._mapped = []
+        num_ready = sum(int((pool.state == SlotState.READY).sum()) for pool in self._residency.pools)
+        if num_ready + int(self._is_elsewhere.sum()) < len(self.files.layers) * self.files.num_experts:
+            return
+        with self._residency.changed:
+            found: list[_Mapped] = []
+            for tier, link in zip(self.tiers, self._links, strict=True):
+                rest = self._rest(tier)
+                if rest is None:
+                    return
+                if rest and not reads_in_place(link, tier.expected_missed_bytes(), len(tier.layers)):
+                    return
+                found += rest
+            for tier, (layer, expert), pool, slot in found:
+                pool.leases[slot] += 1
+                tier.reach.set(layer, expert, tier.device.mapped_address(pool.slabs[slot]))
+            self._mapped += found
+
+    def _rest(self, tier: VramTier) -> "list[_Mapped] | None":
+        """Experts that kernels cannot reach yet, in pinned host memory; None if one is not there."""
+        found: list[_Mapped] = []
         for layer in tier.layers:
             if tier.reach.is_complete(layer):
                 continue
@@ -191,14 +220,9 @@ class DeviceStore(TieredStore):
             for expert, slot in zip(missing, pool.find(layer, np.array(missing, np.intp)).tolist(), strict=True):
                 is_pinned = (slot + 1) * pool.slot_nbytes <= limit
                 if slot < 0 or pool.state[slot] != SlotState.READY or not is_pinned:
-                    return
-                found.append(((layer, expert), pool, slot))
-        if not found or not reads_in_place(link, tier.expected_missed_bytes(), len(tier.layers)):
-            return
-        with self._residency.changed:
-            for (layer, expert), pool, slot in found:
-                pool.leases[slot] += 1
-                tier.reach.set(layer, expert, tier.device.mapped_address(pool.slabs[slot]))
+                    return None
+                found.append((tier, (layer, expert), pool, slot))
+        return found
 
     def _promote_to(self, tier: VramTier) -> None:
         """Copy experts that are worth it from the host's memory, a bounded number of bytes."""
@@ -301,10 +325,7 @@ class _Missing:
 
     def _slot(self) -> int | None:
         if self._is_bulk and self._transit:
-            slot = self._transit.pop()
-            if self._pool.layer[slot] >= 0:
-                self._tier.drop(self._pool, slot)
-            return slot
+            return self._emptied(self._transit.pop())
         slot = None if self._is_bulk else self._tier.take(self._layer)
         if slot is not None:
             return slot
@@ -314,7 +335,12 @@ class _Missing:
             slot = self._held.pop()
         else:
             return None
+        return self._emptied(slot)
+
+    def _emptied(self, slot: int) -> int:
+        """A slot whose expert, if any, has been computed with as far as this layer needs it."""
         self._pool.leases[slot] = 0
         self._pool.pinned[slot] = False
-        self._tier.drop(self._pool, slot)
+        if self._pool.layer[slot] >= 0:
+            self._tier.drop(self._pool, slot)
         return slot

@@ -36,7 +36,7 @@ class VramSlots(SlotTable):
         num_experts: int,
     ) -> None:
         super().__init__(num_slots, slot_nbytes, layers, num_experts)
-        self.transit = frozenset(range(num_slots - num_transit, num_slots))
+        self.transit = frozenset(range(num_transit))  # in the first blocks, which are given back last
         self.take_all_free(self.transit)
         self._device = device
         self._blocks: list[tuple[int, range]] = []
@@ -70,6 +70,7 @@ class VramSlots(SlotTable):
         self._blocks.remove((address, slots))
         self._device.release(address)
         self.state[slots.start : slots.stop] = SlotState.RETIRED
+        self.transit -= frozenset(slots)
         self.num_slots -= len(slots)
         return len(slots) * self.slot_nbytes
 

@@ -10,7 +10,7 @@ import numpy as np
 from glm_gpu.batch import Batch, Phase
 from glm_gpu.config import ModelConfig
 from glm_gpu.device import DeviceMemoryError, Graph
-from glm_gpu.device_cache import DeviceCache, DeviceCachePool
+from glm_gpu.device_cache import CacheMirrors, DeviceCache, DeviceCachePool
 from glm_gpu.errors import CapacityError
 from glm_gpu.kernels.gpu.arrays import View
 from glm_gpu.model.device_layer import PassInputs, rows_of
@@ -62,6 +62,7 @@ class DeviceTransformer:
     ) -> None:
         self.config, self.store, self.caches = config, store, caches
         self.parts = list(parts)
+        self._mirrors = CacheMirrors(caches)
         self._seen: set[PassShape] = set()
         self._graphs: dict[PassShape, _Captured] = {}
         self._pieces = _pieces(self.parts)
@@ -90,7 +91,7 @@ class DeviceTransformer:
         except DeviceMemoryError as error:
             self._graphs.clear()
             freed = self.store.give_back(GIVE_BACK_BYTES)
-            log.warning("%s; %d bytes of experts were given back and the pass is repeated", error, freed)
+            log.warning("%s; %d bytes of experts were given back and the pass is repeated", str(error), freed)
             try:
                 output = self._forward(batch)
             except DeviceMemoryError as again:
@@ -100,10 +101,11 @@ class DeviceTransformer:
 
     def _forward(self, batch: Batch) -> Output:
         self.store.begin_pass(batch.phase)
+        caches = self._mirrors.begin([span.cache for span in batch.spans])
         shape = pass_shape(batch, self.config)
         inputs = []
         for index, part in enumerate(self.parts):
-            addresses = [self.caches.begin(index, span.cache.index) for span in batch.spans]
+            addresses = [self.caches.begin(index, cache.index) for cache in caches]
             with part.device.computing():
                 inputs.append(part.workspace.feed(batch, shape, addresses))
         is_reaching = shape.num_rows <= MAX_GRAPH_ROWS and self.store.is_reachable()
@@ -113,6 +115,7 @@ class DeviceTransformer:
         else:
             output, complete = self._replay(captured, shape, inputs), self.store.files.layers
         self._count(batch, inputs, frozenset(complete))
+        self._mirrors.end([(span.cache, span.cached_stop) for span in batch.spans])
         return output
 
     def _step(

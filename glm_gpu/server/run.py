@@ -113,13 +113,15 @@ def serve(
     conversations = None
     if folder is not None and limits.keep_bytes:
         conversations = ConversationStore(folder, engine.row_identity, limits.keep_bytes)
-    max_rows = PREFILL_CHUNK - limits.max_running
+    # Each sequence of a pass takes a full context's room on the devices.
+    max_running = min(limits.max_running, limits.num_contexts) if engine.devices else limits.max_running
+    max_rows = PREFILL_CHUNK - max_running
     make_speculator = None if engine.speculate == "off" else engine.speculator
     scheduler = Scheduler(
         engine.model,
         pool,
         engine.context,
-        limits.max_running,
+        max_running,
         limits.max_queued,
         max_rows,
         conversations,
