@@ -15,7 +15,7 @@ import numpy as np
 
 from glm_gpu.kernels.gpu.arrays import ITEM_BYTES, Kernel, num_items
 from glm_gpu.kernels.simulator import language
-from glm_gpu.kernels.simulator.memory import Memory, MemoryFault, Regions
+from glm_gpu.kernels.simulator.memory import Memory, MemoryFault, Region, Regions
 from glm_gpu.kernels.simulator.values import Divergent, PointerType, Tensor
 
 __all__ = ["MemoryFault", "Simulator"]
@@ -67,8 +67,9 @@ class Simulator:
         memory = Memory(self._regions, self._is_checked)
         # the last axis runs fastest, so that neighbours mostly take the same way
         ids = np.indices(grid).reshape(3, -1).T
-        for start in range(0, len(ids), _TOGETHER):
-            self._run(function, values | constants, grid, ids[start : start + _TOGETHER], memory)
+        with np.errstate(all="ignore"):  # as on a card: infinities, NaN and wrapped integers are values
+            for start in range(0, len(ids), _TOGETHER):
+                self._run(function, values | constants, grid, ids[start : start + _TOGETHER], memory)
         memory.finish()
 
     def _run(self, function, values, grid, ids, memory) -> None:
@@ -86,15 +87,18 @@ class Simulator:
 
 def _argument(value) -> Tensor:
     if value is None:
-        return Tensor(np.zeros(1, np.int64), PointerType(language.float32), (0, 0))
+        return Tensor(np.zeros(1, np.int64), PointerType(language.float32), Region(0, 0))
     if isinstance(value, np.int64):
         return Tensor(np.array([value]), language.int64)
     if isinstance(value, int):
         return Tensor(np.array([value], np.int32), language.int32)
     if isinstance(value, float):
         return Tensor(np.array([value], np.float32), language.float32)
-    end = value.ptr + num_items(value.shape) * ITEM_BYTES[value.dtype]
-    return Tensor(np.array([value.ptr], np.int64), PointerType(_TYPES[value.dtype]), (value.ptr, end))
+    size = ITEM_BYTES[value.dtype]
+    if value.ptr % size:
+        raise MemoryFault(f"an array of {value.dtype} begins at {value.ptr:#x}, no multiple of its items' size")
+    region = Region(value.ptr, num_items(value.shape) * size)
+    return Tensor(np.array([value.ptr], np.int64), PointerType(_TYPES[value.dtype]), region)
 
 
 _loading = threading.RLock()

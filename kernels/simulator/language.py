@@ -29,7 +29,6 @@ from glm_gpu.kernels.simulator.values import (
     int32,
     int64,
     promote,
-    rounded,
     tensor,
     uint8,
     uint16,
@@ -122,11 +121,10 @@ def store(pointer: Tensor, value, mask=None) -> None:
 def dot(a: Tensor, b: Tensor, acc: Tensor | None = None, input_precision=None) -> Tensor:
     assert a.dtype is b.dtype, f"products of {a.dtype} with {b.dtype}"
     assert builtins.min(*a.shape, *b.shape) >= 16, f"tensor cores want at least 16: {a.shape} @ {b.shape}"
-    with np.errstate(all="ignore"):
-        product = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64))
-        if acc is not None:
-            product = product + acc.data
-        return Tensor(product.astype(np.float32), float32)
+    product = np.matmul(a.data.astype(np.float64), b.data.astype(np.float64))
+    if acc is not None:
+        product += acc.data
+    return Tensor(product.astype(np.float32), float32)
 
 
 def trans(x: Tensor) -> Tensor:
@@ -170,10 +168,9 @@ def sum(x: Tensor, axis: int) -> Tensor:
     values = np.moveaxis(x.data, axis + 1, -1)
     if not x.dtype.is_float:
         return Tensor(values.sum(-1, dtype=np.int32 if x.dtype.bits < 32 else x.dtype.values), x.dtype)
-    with np.errstate(all="ignore"):
-        while values.shape[-1] > 1:
-            half = values.shape[-1] // 2
-            values = values[..., :half] + values[..., half:]
+    while values.shape[-1] > 1:
+        half = values.shape[-1] // 2
+        values = values[..., :half] + values[..., half:]
     return Tensor(values[..., 0], x.dtype)
 
 
@@ -199,13 +196,11 @@ def histogram(x: Tensor, num_bins: int, mask: Tensor) -> Tensor:
 
 
 def exp(x: Tensor) -> Tensor:
-    with np.errstate(all="ignore"):
-        return Tensor(rounded(np.exp(x.data.astype(np.float64)), float32), float32)
+    return Tensor(np.exp(x.data.astype(np.float64)).astype(np.float32), float32)
 
 
 def sqrt(x: Tensor) -> Tensor:
-    with np.errstate(invalid="ignore"):
-        return Tensor(np.sqrt(x.data), x.dtype)
+    return Tensor(np.sqrt(x.data), x.dtype)
 
 
 def multiple_of(x: Tensor, value: int) -> Tensor:

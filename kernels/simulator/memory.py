@@ -7,11 +7,26 @@ import numpy as np
 
 from glm_gpu.kernels.simulator.values import Tensor, Type, from_bits, to_bits
 
+# Bytes of a lane that was masked off: a large number in every type.
+_POISON = b"\xcb\x7e" * 4
+
 Regions = Callable[[], Iterable[tuple[int, int]]]
 
 
 class MemoryFault(AssertionError):
     """A kernel touched memory in a way that is wrong on a card, whatever happens there."""
+
+
+class Region:
+    """The bytes of an array that was given as an argument: all that pointers made from it may reach."""
+
+    def __init__(self, begin: int, num_bytes: int) -> None:
+        self.begin, self.end = begin, begin + num_bytes
+        self._bytes = _bytes(begin, num_bytes) if num_bytes else np.zeros(0, np.uint8)
+
+    def items(self, type: Type) -> np.ndarray:
+        """The bytes as numbers of a type."""
+        return self._bytes.view(type.memory)
 
 
 class Memory:
@@ -41,28 +56,25 @@ class Memory:
 
     def load(self, pointer: Tensor, mask: np.ndarray | None, other: Tensor | None, programs: np.ndarray) -> Tensor:
         """Values at addresses; where the mask is off `other`, or without one what no kernel may rely on."""
-        type = pointer.dtype.element_ty
+        type, region = pointer.dtype.element_ty, pointer.region
         addresses = pointer.data
-        if mask is not None:
+        if mask is not None and mask.shape != addresses.shape:
             addresses, mask = np.broadcast_arrays(addresses, mask)
-        active = addresses if mask is None else addresses[mask]
-        if not active.size:
+        if mask is not None and not mask.any():
             values = np.zeros(addresses.shape, type.values)
         else:
-            begin = self._check(active, pointer.region, type, "load")
-            # an address that is masked off may be anything: the first active one is read in its stead
-            index = (addresses if mask is None else np.where(mask, addresses, active.flat[0])) - begin
-            values = from_bits(_items(begin, int(index.max()), type)[index // type.memory.itemsize], type)
-        if self._is_checked and active.size:
-            who = np.broadcast_to(programs.reshape(-1, *(1,) * (addresses.ndim - 1)), _over(addresses, programs))
-            self._loads.append(_flat(addresses, mask, who, type.memory.itemsize))
+            # an address that is masked off may be anything: one that is not is read in its stead
+            read = addresses if mask is None else np.where(mask, addresses, addresses.flat[mask.argmax()])
+            low, high = self._check(read, region, type, "load")
+            begin = low if region is None else region.begin
+            items = _items(low, high, type) if region is None else region.items(type)
+            values = from_bits(items[(read - begin) >> type.shift], type)
+            if self._is_checked:
+                who = np.broadcast_to(_like(programs, addresses), (len(programs), *addresses.shape[1:]))
+                self._loads.append(_flat(addresses, mask, who, type.memory.itemsize))
         if mask is not None:
-            if other is None:
-                poison = np.frombuffer(b"\xcb\x7e" * 4, type.memory)[:1]
-                values = np.where(mask, values, from_bits(poison.copy(), type))
-            else:
-                values = np.where(mask, values, other.data.reshape(-1, *(1,) * (values.ndim - 1)))
-                values = values.astype(type.values, copy=False)
+            instead = from_bits(np.frombuffer(_POISON, type.memory)[:1], type) if other is None else other.data
+            values = np.where(mask, values, _like(instead, values)).astype(type.values, copy=False)
         return Tensor(values, type)
 
     def store(self, pointer: Tensor, value: Tensor, mask: np.ndarray | None, programs: np.ndarray) -> None:
@@ -72,7 +84,7 @@ class Memory:
         shape = (len(programs), *shape[1:])
         addresses = np.broadcast_to(pointer.data, shape)
         values = np.broadcast_to(value.data, shape)
-        who = np.broadcast_to(programs.reshape(-1, *(1,) * (len(shape) - 1)), shape)
+        who = np.broadcast_to(_like(programs, pointer.data), shape)
         if mask is not None:
             mask = np.broadcast_to(mask, shape)
             addresses, values, who = addresses[mask], values[mask], who[mask]
@@ -95,20 +107,27 @@ class Memory:
             items = _bytes(begin, int(addresses.max()) - begin + bits.itemsize).view(bits.dtype)
             items[(addresses - begin) // bits.itemsize] = bits
 
-    def _check(self, active: np.ndarray, region: tuple[int, int] | None, type: Type, what: str) -> int:
-        low, high = int(active.min()), int(active.max()) + type.memory.itemsize
+    def _check(self, read: np.ndarray, region: Region | None, type: Type, what: str) -> tuple[int, int]:
+        """The lowest and the highest address."""
+        size = type.memory.itemsize
+        low, high = int(read.min()), int(read.max())
         if region is not None:
-            if low < region[0] or high > region[1]:
-                raise MemoryFault(f"{what} of bytes {low - region[0]} to {high - region[0]} of {region[1] - region[0]}")
-        elif self._regions is not None:
-            is_inside = np.zeros(active.shape, np.bool_)
+            # items of an array lie at multiples of their size, as the array does
+            if low < region.begin or high + size > region.end:
+                raise MemoryFault(
+                    f"{what} of bytes {low - region.begin} to {high + size - region.begin} "
+                    f"of {region.end - region.begin}"
+                )
+            return low, high
+        if self._regions is not None:
+            is_inside = np.zeros(read.shape, np.bool_)
             for begin, num_bytes in self._regions():
-                is_inside |= (active >= begin) & (active + type.memory.itemsize <= begin + num_bytes)
+                is_inside |= (read >= begin) & (read + size <= begin + num_bytes)
             if not is_inside.all():
-                raise MemoryFault(f"{what} at {int(active[~is_inside][0]):#x}, where the device has no memory")
-        if (active % type.memory.itemsize).any():
+                raise MemoryFault(f"{what} at {int(read[~is_inside][0]):#x}, where the device has no memory")
+        if (read & (size - 1)).any():
             raise MemoryFault(f"{what} of {type} at an address that is no multiple of its size")
-        return low
+        return low, high
 
     def _check_races(self) -> None:
         if not self._stores:
@@ -127,8 +146,9 @@ class Memory:
                 raise MemoryFault("a program loads what another one stores")
 
 
-def _over(addresses: np.ndarray, programs: np.ndarray) -> tuple[int, ...]:
-    return len(programs), *addresses.shape[1:]
+def _like(values: np.ndarray, block: np.ndarray) -> np.ndarray:
+    """One value for each program, with an axis for each of a block's."""
+    return values if values.ndim == block.ndim else values.reshape(-1, *(1,) * (block.ndim - 1))
 
 
 def _flat(addresses, mask, who, size):
@@ -143,5 +163,5 @@ def _bytes(begin: int, num_bytes: int) -> np.ndarray:
     return np.frombuffer((ctypes.c_uint8 * num_bytes).from_address(begin), np.uint8)
 
 
-def _items(begin: int, last: int, type: Type) -> np.ndarray:
-    return _bytes(begin, last + type.memory.itemsize).view(type.memory)
+def _items(low: int, high: int, type: Type) -> np.ndarray:
+    return _bytes(low, high - low + type.memory.itemsize).view(type.memory)

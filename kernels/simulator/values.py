@@ -1,5 +1,7 @@
 """Types and tensors of the simulated language; every tensor has a leading axis for the programs that run together."""
 
+from functools import lru_cache
+
 import numpy as np
 
 from glm_gpu.quant import bf16_to_f32, f32_to_bf16
@@ -13,6 +15,7 @@ class Type:
         memory: NumPy type of its bytes.
         values: NumPy type of its values in a tensor.
         bits: of one value in memory.
+        shift: log2 of its bytes.
     """
 
     def __init__(self, name: str, memory, values=None) -> None:
@@ -20,6 +23,7 @@ class Type:
         self.memory = np.dtype(memory)
         self.values = np.dtype(values or memory)
         self.bits = 8 * self.memory.itemsize
+        self.shift = self.memory.itemsize.bit_length() - 1
         self.is_float = self.values.kind == "f"
 
     def __repr__(self) -> str:
@@ -56,8 +60,7 @@ def rounded(values: np.ndarray, type: Type) -> np.ndarray:
     if type is bfloat16:
         return bf16_to_f32(f32_to_bf16(values))
     if type is float16:
-        with np.errstate(over="ignore"):
-            return values.astype(np.float16).astype(np.float32)
+        return values.astype(np.float16).astype(np.float32)
     return values.astype(type.values, copy=False)
 
 
@@ -102,7 +105,7 @@ class Tensor:
     Attributes:
         data: [1 or programs, *shape]; addresses for pointers.
         dtype: Type or PointerType.
-        region: for pointers (begin, end) of the memory they may reach, or None for an address from a table.
+        region: for pointers the memory they may reach, or None for an address from a table.
     """
 
     __slots__ = ("data", "dtype", "region")
@@ -130,8 +133,7 @@ class Tensor:
             return Tensor(from_bits(np.ascontiguousarray(to_bits(self.data, self.dtype)), type), type)
         if type is self.dtype:
             return self
-        with np.errstate(invalid="ignore"):  # NaN to an integer: any value
-            return Tensor(rounded(self.data, type), type)
+        return Tensor(rounded(self.data, type), type)
 
     def _single(self):
         """The value, if all programs have the same."""
@@ -164,11 +166,14 @@ def aligned(a: Tensor, b: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 def tensor(value, like: Type | None = None) -> Tensor:
     """A Python number as a scalar: of the other operand's type where that is the same kind, as in Triton."""
-    if isinstance(value, Tensor):
-        return value
-    if isinstance(value, bool):
+    return value if isinstance(value, Tensor) else _scalar(type(value), value, like)
+
+
+@lru_cache(maxsize=4096)
+def _scalar(kind: type, value, like: Type | None) -> Tensor:
+    if kind is bool:
         type = int1 if like is None else like
-    elif isinstance(value, int):
+    elif kind is int:
         type = (int32 if -(2**31) <= value < 2**31 else int64) if like in (None, int1) else like
     else:
         type = like if like is not None and like.is_float else float32
@@ -190,8 +195,7 @@ def _operator(function, result=None, is_division=False):
             x = x.astype(type.values)
         if b.dtype is not type:
             y = y.astype(type.values)
-        with np.errstate(all="ignore"):  # as on a card: infinities, NaN and wrapped integers are values
-            out = function(x, y)
+        out = function(x, y)
         return Tensor(out, result) if result else Tensor(rounded(out, type), type)
 
     return apply
