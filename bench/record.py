@@ -46,7 +46,12 @@ def _commit() -> str | None:
     git = ["git", "-C", str(ROOT)]
     try:
         found = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-        changes = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=True)
+        changes = subprocess.run(
+            [*git, "status", "--porcelain", "-uno", "--", ".", ":!bench/results", ":!README.md"],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     return found.stdout.strip() + ("+" if changes.stdout.strip() else "")

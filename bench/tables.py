@@ -31,13 +31,14 @@ def _tables(names: Sequence[str]) -> str | None:
 def _origin(documents: Sequence[dict]) -> str:
     """The commands, and the machine as they found it."""
     commands = ", ".join(f"`{command}`" for command in dict.fromkeys(found["command"] for found in documents))
-    machines = []
+    machines: dict[str, dict[str, None]] = {}
     for found in (document["machine"] for document in documents):
         machine = f"{found['cpu']}, {found['cores']} cores, {format_bytes(found['memory_bytes'])}, {found['kernels']}"
-        machines.append(f"{machine}; {found['date']}, revision {found['commit']}")
+        machines.setdefault(machine, {})[f"{found['date']}, revision {found['commit']}"] = None
+    where = " and ".join(f"{machine}; {' and '.join(when)}" for machine, when in machines.items())
     noises = [document["noise"] for document in documents if document.get("noise") is not None]
     noise = f"; repeats differ by {' and '.join(f'{noise:.1%}' for noise in noises)}" if noises else ""
-    return f"{commands}: {' and '.join(dict.fromkeys(machines))}{noise}."
+    return f"{commands}: {where}{noise}."
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
