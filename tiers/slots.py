@@ -25,6 +25,19 @@ class SlotState:
     RETIRED = 3
 
 
+def slot_memory(num_bytes: int, slot_nbytes: int) -> mmap.mmap:
+    """Memory for slots, no page of it committed.
+
+    A private anonymous mapping: page-aligned for direct reads, and pages that are given back are gone. A shared one,
+    the default, would count as shared memory and stay.
+    """
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if slot_nbytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):  # kernels without huge pages run a few percent slower
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping
+
+
 class SlotTable:
     """Who is in which slot, for all layers whose slabs have one size; the memory itself is the subclasses'.
 
@@ -124,12 +137,7 @@ class SlotPool(SlotTable):
     ) -> None:
         assert num_slots >= 1 and slot_nbytes % mmap.PAGESIZE == 0
         super().__init__(num_slots, slot_nbytes, layers, num_experts)
-        # A private anonymous mapping: page-aligned for direct reads, no page committed before a slab is read into it,
-        # and pages that are given back are gone. A shared one, the default, would count as shared memory and stay.
-        self._mapping = mmap.mmap(-1, num_slots * slot_nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if slot_nbytes >= HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
-            with suppress(OSError):  # kernels without huge pages run a few percent slower
-                self._mapping.madvise(mmap.MADV_HUGEPAGE)
+        self._mapping = slot_memory(num_slots * slot_nbytes, slot_nbytes)
         self.memory = np.frombuffer(self._mapping, np.uint8)
         self.slots = list(self.memory.reshape(num_slots, slot_nbytes))
         self.slabs = [slot[:slab_nbytes] for slot in self.slots]
