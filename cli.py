@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from glm_gpu import commands_bench, commands_convert, commands_eval, commands_serve, commands_tiers, report
+from glm_gpu import (
+    commands_bench,
+    commands_convert,
+    commands_eval,
+    commands_predict,
+    commands_serve,
+    commands_tiers,
+    report,
+)
 from glm_gpu import options as opt
 from glm_gpu.errors import GlmGpuError, RequestError
 
@@ -212,6 +220,7 @@ def doctor(model: opt.ModelOptions, disk: opt.Disk = None, as_json: opt.Json = F
 
 
 commands_tiers.register(app)
+commands_predict.register(app)
 commands_convert.register(app)
 commands_eval.register(app)
 commands_bench.register(app)

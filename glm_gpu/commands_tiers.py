@@ -14,8 +14,8 @@ from glm_gpu.units import parse_bytes
 if TYPE_CHECKING:
     from glm_gpu.checkpoint import Checkpoint
     from glm_gpu.opening import EngineOptions
+    from glm_gpu.predict.cost import Rates
     from glm_gpu.tiers.heat import Heat
-    from glm_gpu.tiers.speed import Rates
     from glm_gpu.tiers.trace import TraceHeader
 
 # Shares of all experts that a replay tries when no amount of memory is given.
@@ -48,17 +48,20 @@ def register(app: typer.Typer) -> None:
 
 @opt.expand_options
 def plan(model: opt.ModelOptions, measure: Measure = False, as_json: opt.Json = False) -> None:
-    """Show where every expert would live.
+    """Show where every expert would live, and how fast that would be.
 
-    Loads nothing. The speed to expect needs rates of memory and disk; --measure takes them now and keeps them
-    for later plans.
+    Loads nothing. The prediction needs rates of kernels and disk; --measure takes them now and keeps them for later
+    plans. It routes a prompt of 512 tokens and an answer by the heat of earlier runs, or else as GLM-5.2's routing was
+    published to be.
     """
     from glm_gpu import report_tiers
     from glm_gpu.checkpoint import Checkpoint
     from glm_gpu.engine import DEMO_MODEL
     from glm_gpu.opening import plan_opening
+    from glm_gpu.predict.measure import load_rates
+    from glm_gpu.predict.parts import model_parts
+    from glm_gpu.predict.prediction import Workload, draw_conversation, predict
     from glm_gpu.tiers.heat_file import HeatFile
-    from glm_gpu.tiers.speed import expected_speed, load_rates
 
     options, folder = model.engine_options(), opt.state_folder()
     with Checkpoint.open(model.model or DEMO_MODEL) as checkpoint:
@@ -67,13 +70,19 @@ def plan(model: opt.ModelOptions, measure: Measure = False, as_json: opt.Json = 
         heat = heat_file.load(config.num_hidden_layers + 1, config.n_routed_experts)
         opening = plan_opening(checkpoint, options, heat)
         rates = _measure(checkpoint, options, folder) if measure else load_rates(folder)
-    speed = rates and expected_speed(opening.plan, opening.sizes, rates)
+        parts = model_parts(config, options.recipe, checkpoint)
+    prediction = None
+    if rates is not None and not opening.plan.devices:
+        conversation = draw_conversation(opening.sizes, parts.num_layers, Workload(), heat)
+        prediction = predict(parts, opening.sizes, opening.plan, rates, conversation)
     if as_json:
-        report.document(report_tiers.plan_document(opening.plan, opening.sizes, speed, heat))
+        report.document(report_tiers.plan_document(opening.plan, opening.sizes, prediction, heat))
         return
-    report.result(report_tiers.plan_text(opening.plan, opening.sizes, speed, heat))
+    report.result(report_tiers.plan_text(opening.plan, opening.sizes, prediction, heat))
     if rates is None:
         report.note("no speed without measured rates; --measure takes them")
+    elif opening.plan.devices:
+        report.note("no speed of GPUs, whose rates are not measured; glm-gpu simulate tells that of described ones")
 
 
 @opt.expand_options
@@ -167,18 +176,22 @@ def _capacities(ram: str | None, expert_slots: int | None, total_bytes: int, lar
 def _measure(checkpoint: "Checkpoint", options: "EngineOptions", folder: Path | None) -> "Rates":
     """Rates of this machine, kept for later where that is possible."""
     from glm_gpu.kernels import cpu
+    from glm_gpu.predict.cost import Rates
+    from glm_gpu.predict.measure import disk_rates, measure_host, save_rates
     from glm_gpu.tiers.files import ExpertFiles
     from glm_gpu.tiers.read_bench import measure_reads
-    from glm_gpu.tiers.speed import Rates, disk_rate, measure_memory, save_rates
 
     files = ExpertFiles(checkpoint, options.recipe, list(checkpoint.config.sparse_layers))
     runs = [files.run(layer, expert) for layer in files.layers for expert in range(files.num_experts)]
     if None in runs:
         raise RequestError(f"{checkpoint.path} does not store its experts as runs; convert it with glm-gpu convert")
-    disk_gb_s = disk_rate(measure_reads(runs, seconds=0.1))
-    if disk_gb_s is None:
+    layout = files.layout(files.layers[0])
+    disk = disk_rates(measure_reads(runs, seconds=0.1), layout.nbytes)
+    if disk is None:
         raise RequestError(f"{checkpoint.path}: all of it is in the page cache; the disk cannot be measured")
-    rates = Rates(measure_memory(cpu.get_threads()), disk_gb_s)
+    if options.threads is not None:
+        cpu.set_threads(options.threads)
+    rates = Rates(measure_host(layout, options.activations), *disk)
     if folder is not None:
         try:
             save_rates(folder, rates)

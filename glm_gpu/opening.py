@@ -188,13 +188,29 @@ def _plan(
 ) -> tuple[Plan, ModelSizes]:
     config = checkpoint.config
     sizes = model_sizes(checkpoint, options.recipe, with_mtp)
+    demand = demand_of(config, options, with_mtp, cpu.implementation() == "numpy", has_devices=bool(devices))
+    budgets = tuple(_device_budget(device, config, options.num_contexts) for device in devices)
+    budget = host_budget(machine.memory(), machine.anon_rss_bytes(), options.ram, budgets)
+    return make_plan(sizes, budget, demand, heat), sizes
+
+
+def demand_of(config: ModelConfig, options: EngineOptions, with_mtp: bool, is_numpy: bool, has_devices: bool) -> Demand:
+    """What a model with these options is planned for.
+
+    Args:
+        with_mtp: the multi-token layer is used.
+        is_numpy: the C kernels are not, whose passes take less memory.
+        has_devices: passes run on devices.
+
+    Raises:
+        RequestError: a context that the model was not made for.
+    """
     is_bf16, explicit = options.is_kv_bf16, options.fast_math
     widths = [*cache_layout(config, is_bf16).widths, latent_streams(config, True) if with_mtp else {}]
 
     def on_host(context: int) -> int:
         num_rows = min(PREFILL_CHUNK, context)
-        if not devices:
-            is_numpy = cpu.implementation() == "numpy"
+        if not has_devices:
             return pass_bytes(config, num_rows, context, is_numpy=is_numpy, explicit_prefill=explicit)
         results = num_rows * (config.vocab_size + config.hidden_size) * 4
         shared = options.num_contexts * context * cache_layout(config, True).bytes_per_token
@@ -203,7 +219,7 @@ def _plan(
     def on_device(context: int) -> int:
         return device_pass_bytes(config, min(PREFILL_CHUNK, options.num_contexts * context), context)
 
-    demand = Demand(
+    return Demand(
         context=_context(options.context, config.max_position_embeddings),
         is_context_asked=options.context is not None,
         cache_bytes_per_token=tuple(CacheLayout((streams,), is_bf16).bytes_per_token for streams in widths),
@@ -212,11 +228,8 @@ def _plan(
         expert_slots=options.expert_slots,
         read_mode=options.read,
         num_contexts=options.num_contexts,
-        device_pass_bytes=on_device if devices else None,
+        device_pass_bytes=on_device if has_devices else None,
     )
-    budgets = tuple(_device_budget(device, config, options.num_contexts) for device in devices)
-    budget = host_budget(machine.memory(), machine.anon_rss_bytes(), options.ram, budgets)
-    return make_plan(sizes, budget, demand, heat), sizes
 
 
 def _device_budget(device: Device, config: ModelConfig, num_contexts: int) -> DeviceBudget:

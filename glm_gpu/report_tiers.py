@@ -4,17 +4,18 @@ import dataclasses
 import time
 from typing import Any
 
+from glm_gpu.predict.prediction import Prediction
 from glm_gpu.report import table
+from glm_gpu.report_predict import prediction_document, prediction_rows
 from glm_gpu.tiers.placement import expected_uses
 from glm_gpu.tiers.plan import Plan
 from glm_gpu.tiers.replay import ReplayResult
 from glm_gpu.tiers.sizes import ModelSizes
-from glm_gpu.tiers.speed import Speed
 from glm_gpu.tiers.tier_map import MapRow, map_rows, map_text
 from glm_gpu.units import format_bytes
 
 
-def plan_document(plan: Plan, sizes: ModelSizes, speed: Speed | None, heat: Any) -> dict:
+def plan_document(plan: Plan, sizes: ModelSizes, prediction: Prediction | None, heat: Any) -> dict:
     """What `plan --json` prints."""
     slots = [{"slot_bytes": size, "slots": n, "pinned": plan.num_pinned[size]} for size, n in plan.num_slots.items()]
     return {
@@ -36,12 +37,12 @@ def plan_document(plan: Plan, sizes: ModelSizes, speed: Speed | None, heat: Any)
         "tiers": [dataclasses.asdict(tier) for tier in plan.tiers],
         "devices": [dataclasses.asdict(device) for device in plan.devices],
         "reasons": list(plan.reasons),
-        "speed": speed and dataclasses.asdict(speed) | {"tok_s": speed.tok_s},
+        "prediction": prediction and prediction_document(prediction),
         "map": [dataclasses.asdict(row) for row in _planned_map(plan, sizes, heat)],
     }
 
 
-def plan_text(plan: Plan, sizes: ModelSizes, speed: Speed | None, heat: Any) -> str:
+def plan_text(plan: Plan, sizes: ModelSizes, prediction: Prediction | None, heat: Any) -> str:
     """What `plan` prints."""
     parts = [
         ("program", plan.base_bytes),
@@ -59,8 +60,8 @@ def plan_text(plan: Plan, sizes: ModelSizes, speed: Speed | None, heat: Any) -> 
         layers = f"layers {device.layers[0]} to {device.layers[-1]}" if device.layers else "no layers"
         used = f"{format_bytes(device.used_bytes)} of {format_bytes(device.free_bytes)}"
         rows.append((device.name, f"{layers}, {device.num_experts} experts, {used}"))
-    if speed is not None:
-        rows.append(("speed", _speed(speed)))
+    if prediction is not None:
+        rows += prediction_rows(prediction)
     rows += [("because", reason) for reason in plan.reasons]
     return table(rows) + "\n\n" + map_text(_planned_map(plan, sizes, heat), sizes.num_experts)
 
@@ -117,14 +118,6 @@ def replay_text(results: list[ReplayResult], total_bytes: int) -> str:
 
 def _planned_map(plan: Plan, sizes: ModelSizes, heat: Any) -> list[MapRow]:
     return map_rows(plan.placement, expected_uses(sizes, heat))
-
-
-def _speed(speed: Speed) -> str:
-    digits = 1 if speed.tok_s < 10 else 0
-    return (
-        f"up to {speed.tok_s:,.{digits}f} tok/s decoding: {speed.memory_bytes / 1e9:.3g} GB from memory and "
-        f"{speed.disk_bytes / 1e9:.3g} GB from disk a token"
-    )
 
 
 def _tier(num_experts: int, num_bytes: int, share: float) -> str:

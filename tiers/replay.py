@@ -135,6 +135,7 @@ class ReplayResult:
         capacity_bytes: memory for experts.
         hits, uses: distinct experts that passes found in memory, and that they needed.
         read_bytes: slabs read.
+        num_hits, num_missed: the same pass by pass.
     """
 
     policy: str
@@ -142,6 +143,8 @@ class ReplayResult:
     hits: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
     uses: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
     read_bytes: dict[Phase, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
+    num_hits: list[int] = field(default_factory=list)
+    num_missed: list[int] = field(default_factory=list)
 
     def hit_rate(self, phase: Phase | None = None) -> float:
         """Share of uses that were hits, in one phase or both; 1 when nothing was used."""
@@ -150,11 +153,19 @@ class ReplayResult:
         return sum(self.hits[each] for each in phases) / uses if uses else 1.0
 
 
-def replay(trace: Trace, policy: Policy, capacity_bytes: int) -> ReplayResult:
-    """Run a trace through memory that begins empty.
+def replay(
+    trace: Trace,
+    policy: Policy,
+    capacity_bytes: int,
+    resident: np.ndarray | None = None,
+    elsewhere: np.ndarray | None = None,
+) -> ReplayResult:
+    """Run a trace through memory.
 
     Args:
         capacity_bytes: memory for experts, at least the largest slab's.
+        resident: [L, E] bool, experts that memory begins with, which must fit; none when not given.
+        elsewhere: [L, E] bool, experts that need no place in it, on a device or pinned apart; never counted.
     """
     header = trace.header
     layers = [layer for layer, nbytes in enumerate(header.slab_nbytes) if nbytes]
@@ -162,6 +173,12 @@ def replay(trace: Trace, policy: Policy, capacity_bytes: int) -> ReplayResult:
     ranking = Ranking(policy.row_worth, layers)
     is_here = np.zeros((header.num_layers, header.num_experts), bool)
     free_bytes = capacity_bytes
+    if resident is not None:
+        is_here |= resident
+        free_bytes -= int(resident.sum(axis=1) @ np.array(header.slab_nbytes, np.int64))
+        assert free_bytes >= 0, free_bytes
+        for layer in layers:
+            ranking.offer(layer, np.flatnonzero(resident[layer]))
     result = ReplayResult(policy.name, capacity_bytes)
     for index, routing in enumerate(trace.routings):
         layer, phase = routing.layer, routing.phase
@@ -169,11 +186,15 @@ def replay(trace: Trace, policy: Policy, capacity_bytes: int) -> ReplayResult:
         policy.see(index, routing)
         ranking.update(layer)
         needed = np.unique(routing.ids)
+        if elsewhere is not None:
+            needed = needed[~elsewhere[layer][needed]]
         here = is_here[layer][needed]
         missing = needed[~here]
         result.uses[phase] += len(needed)
         result.hits[phase] += len(needed) - len(missing)
         result.read_bytes[phase] += len(missing) * slab_nbytes
+        result.num_hits.append(len(needed) - len(missing))
+        result.num_missed.append(len(missing))
         held = needed[here].tolist()
         ranking.withdraw(layer, held)
         for expert in missing.tolist():

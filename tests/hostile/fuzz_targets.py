@@ -125,7 +125,7 @@ def heat(folder):
 
 
 def rates(folder):
-    from glm_gpu.tiers.speed import load_rates
+    from glm_gpu.predict.measure import load_rates
 
     load_rates(folder)
 

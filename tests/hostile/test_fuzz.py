@@ -25,9 +25,10 @@ from glm_gpu.batch import Batch
 from glm_gpu.conversations import save_conversation
 from glm_gpu.convert.settings import ConvertSettings
 from glm_gpu.engine import DEMO_MODEL
+from glm_gpu.predict.cost import PlaceRates, Rates
+from glm_gpu.predict.measure import save_rates
 from glm_gpu.state import write_state
 from glm_gpu.tiers.heat import Heat
-from glm_gpu.tiers.speed import Rates, save_rates
 from glm_gpu.tiers.trace import TraceHeader, TraceWriter
 
 ORACLE = Path(__file__).parents[1] / "data" / "oracle" / "tiny_olmoe"
@@ -105,7 +106,7 @@ def write_seed(target, folder):
         case "heat":
             write_state(folder / "input", "heat", 1, {"fingerprint": "fingerprint"}, Heat(4, 8).arrays())
         case "rates":
-            save_rates(folder, Rates(10.0, 1.0))
+            save_rates(folder, Rates(PlaceRates(10.0, 50.0), 1.0))
         case "live":
             (folder / "live").mkdir()
             document = {"version": 1, "pid": 1, "started": "x", "at": 5.0, "fingerprint": "f", "map": [{"a": [1]}]}

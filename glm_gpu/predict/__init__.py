@@ -1,0 +1,1 @@
+"""How fast a model will be: from bytes, multiply-adds, rates and routing, before a weight is read."""

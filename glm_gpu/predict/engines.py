@@ -1,0 +1,66 @@
+"""What an engine reaches of a machine's limits: from a described machine to rates."""
+
+from dataclasses import dataclass
+
+from glm_gpu.predict.cost import PlaceRates, Rates
+from glm_gpu.predict.machines import Machine
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How well an engine uses hardware.
+
+    Attributes:
+        memory_share: bandwidth of RAM, and of a device's memory, that its kernels reach on packed weights.
+        core_gb_s: packed weights that one core gets through at most, where memory is faster.
+        core_gmac_s: multiply-adds of one core while rows are many, where the machine's file does not say.
+        device_mac_share: of a device's peak while rows are many.
+        layer_s, device_layer_s: seconds that a layer costs beside its weights, on the host and on a device.
+        are_misses_computed_on_host: experts that a device lacks are computed by the CPU.
+    """
+
+    memory_share: float
+    core_gb_s: float = float("inf")
+    core_gmac_s: float = float("inf")
+    device_mac_share: float = 1.0
+    layer_s: float = 0.0
+    device_layer_s: float = 0.0
+    are_misses_computed_on_host: bool = False
+
+
+# This engine. Host figures are of two Zen 5 cores with AVX-512 VNNI (bench/results/predict.json); those of devices are
+# goals that its GPU kernels are held to, not measurements: 70 % of memory bandwidth, 40 % of peak, a layer in 30 us.
+GLM_GPU = Engine(
+    memory_share=0.80,
+    core_gb_s=25.0,
+    core_gmac_s=60.0,
+    device_mac_share=0.4,
+    layer_s=1.0e-3,
+    device_layer_s=30e-6,
+)
+
+
+def machine_rates(machine: Machine, engine: Engine) -> Rates:
+    """How fast an engine is on a described machine."""
+    core_gmac_s = engine.core_gmac_s if machine.core_gmac_s is None else machine.core_gmac_s
+    host = PlaceRates(
+        min(machine.memory_gb_s * engine.memory_share, machine.cores * engine.core_gb_s),
+        machine.cores * core_gmac_s,
+        engine.layer_s,
+    )
+    devices = tuple(
+        PlaceRates(
+            gpu.memory_gb_s * engine.memory_share,
+            gpu.tflops * 1e3 / 2 * engine.device_mac_share,  # an operation is half a multiply-add
+            engine.device_layer_s,
+        )
+        for gpu in machine.gpus
+    )
+    return Rates(
+        host,
+        machine.disk_gb_s,
+        machine.disk_latency_ms / 1e3,
+        devices,
+        tuple(gpu.copy_gb_s for gpu in machine.gpus),
+        engine.are_misses_computed_on_host,
+    )
