@@ -100,8 +100,14 @@ class Checkpoint:
             first[info.shard] = min(first.get(info.shard, info.begin), info.begin)
         for shard in self.shards:
             if shard in first:
-                digest.update(os.pread(self._descriptor(shard), FINGERPRINT_BYTES, first[shard]))
+                digest.update(self._first_page(shard, first[shard]))
         return digest.hexdigest()[:16]
+
+    def _first_page(self, shard: Path, begin: int) -> bytes:
+        try:
+            return os.pread(self._descriptor(shard), FINGERPRINT_BYTES, begin)
+        except OSError as error:
+            raise CheckpointError(f"{shard}: cannot be read ({error.strerror}); check the disk") from None
 
     def info(self, name: str) -> TensorInfo:
         """Where a tensor lies, in constant time.

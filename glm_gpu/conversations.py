@@ -27,7 +27,7 @@ from glm_gpu.arrays import common_length
 from glm_gpu.cache import CacheLayout, KVCache
 from glm_gpu.errors import CheckpointError, RequestError
 from glm_gpu.json_file import parse_json_object
-from glm_gpu.state import replacing
+from glm_gpu.state import remove_leftovers, replacing
 from glm_gpu.units import format_bytes
 
 log = logging.getLogger(__name__)
@@ -146,6 +146,7 @@ class ConversationStore:
     def __init__(self, folder: Path, identity: str, max_bytes: int) -> None:
         self._folder, self._identity, self._max_bytes = folder, identity, max_bytes
         self._known: dict[Path, tuple[np.ndarray, int]] = {}
+        remove_leftovers(folder, f"*{SUFFIX}")
         for path in folder.glob(f"*{SUFFIX}"):
             try:
                 with _opened(path) as file:

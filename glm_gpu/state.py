@@ -12,8 +12,9 @@ import logging
 import math
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 
 _MAX_BYTES = 1 << 30
 _MAX_FIRST_LINE = 256
+_TEMPORARY_SUFFIX, _LEFTOVER_S = ".tmp", 3600.0
 _DTYPES = frozenset({"|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f4", "<f8"})
 
 
@@ -82,7 +84,8 @@ def replace_file(path: Path, data: bytes, is_synced: bool) -> None:
 def replacing(path: Path, is_synced: bool = True) -> Iterator[BinaryIO]:
     """As `replace_file`, by a file to write to. Only its owner can read it."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    remove_leftovers(path.parent, path.name)
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", suffix=_TEMPORARY_SUFFIX, dir=path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file
@@ -95,6 +98,18 @@ def replacing(path: Path, is_synced: bool = True) -> Iterator[BinaryIO]:
         raise
     if is_synced:
         sync_folder(path.parent)
+
+
+def remove_leftovers(folder: Path, name: str) -> None:
+    """Remove temporary files that killed processes left, an hour after they were last written.
+
+    Args:
+        name: of the files that they were to become; may have stars.
+    """
+    for path in folder.glob(f".{name}.*{_TEMPORARY_SUFFIX}"):
+        with suppress(OSError):
+            if time.time() - path.stat().st_mtime > _LEFTOVER_S:
+                path.unlink()
 
 
 def sync_folder(folder: Path) -> None:

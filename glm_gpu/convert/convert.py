@@ -104,7 +104,8 @@ def convert(
     with sole_user(out):
         shards = finished_shards(out, plan, plan.manifest(source.config, asked))
         if shards is None:
-            journal = continue_or_begin(out, asked, plan, threads, partial(_report_checked, progress, on_progress))
+            with _disk_full_as_capacity_error(out, plan, asked):
+                journal = continue_or_begin(out, asked, plan, threads, partial(_report_checked, progress, on_progress))
             progress.num_finished = len(journal.shards)
             progress.finished_bytes = sum(record.nbytes for record in journal.shards.values())
             with _disk_full_as_capacity_error(out, plan, journal):
