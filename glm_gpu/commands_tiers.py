@@ -79,7 +79,7 @@ def plan(model: opt.ModelOptions, measure: Measure = False, as_json: opt.Json = 
         report.document(report_tiers.plan_document(opening.plan, opening.sizes, prediction, heat))
         return
     report.result(report_tiers.plan_text(opening.plan, opening.sizes, prediction, heat))
-    if rates is None:
+    if rates is None and not opening.plan.devices:
         report.note("no speed without measured rates; --measure takes them")
     elif opening.plan.devices:
         report.note("no speed of GPUs, whose rates are not measured; glm-gpu simulate tells that of described ones")

@@ -111,8 +111,11 @@ def load_conversation(
         cache = open_cache(saved.num_cached)
         if (cache.layout.widths, cache.layout.is_bf16) != (layout.widths, layout.is_bf16):
             raise RequestError(f"{path} holds a cache of another format; use the options that it was saved with")
-        for rows in _all_rows(cache, saved.num_cached):
-            _read_whole(path, file, _bytes_of(rows), digest, is_wanted)
+        for layer, streams in enumerate(cache.layout.widths):
+            for name in streams:
+                rows = cache.read(layer, name, saved.num_cached)
+                _read_whole(path, file, _bytes_of(rows), digest, is_wanted)
+                cache.write(layer, name, 0, rows)  # which a cache on a device is not a view of
         if file.read(_DIGEST_BYTES + 1) != digest.digest():
             raise _damaged(path, "its checksum does not match")
     cache.length = saved.num_cached

@@ -11,6 +11,7 @@ import numpy as np
 from glm_gpu.answer import GenerationStats
 from glm_gpu.batch import Batch, Phase
 from glm_gpu.engine import Engine
+from glm_gpu.errors import RequestError
 from glm_gpu.kernels.clock import KernelClock, timed_kernels
 from glm_gpu.model.transformer import Output, Transformer
 
@@ -20,6 +21,7 @@ _FINISHED = {"attended": "attention", "router_weights": "router"}
 # Parts in the order of a pass; the experts' line is shared out among the tiers.
 PARTS = ("embedding", "attention", "router", "experts", "shared expert", "MLP", "head")
 _TIERS = {
+    "vram": "in VRAM",
     "locked": "locked in memory",
     "ram": "in memory",
     "prefetched": "read ahead",
@@ -121,7 +123,13 @@ class ProfiledTransformer:
 
 @contextmanager
 def profiled(engine: Engine) -> Iterator[dict[Phase, PhaseProfile]]:
-    """Times the passes of sessions that are made inside a `with`; outside nothing is measured, and nothing slower."""
+    """Times the passes of sessions that are made inside a `with`; outside nothing is measured, and nothing slower.
+
+    Raises:
+        RequestError: GPUs compute; their kernels run on while the host goes ahead.
+    """
+    if engine.devices:
+        raise RequestError("--profile times the CPU's kernels; for a GPU there is bench/gpu.py, or use --device cpu")
     model = engine.model
     with timed_kernels() as clock:
         timed = ProfiledTransformer(model, clock)

@@ -125,7 +125,7 @@ def _tier(num_experts: int, num_bytes: int, share: float) -> str:
 
 
 def _hit_rate(counts: dict) -> str:
-    hits, uses = counts["locked"] + counts["ram"], sum(counts.values())
+    hits, uses = counts["vram"] + counts["locked"] + counts["ram"], sum(counts.values())
     rate = f"{hits / uses:.1%}" if uses else "-"
     return (
         f"hit rate {rate}; {counts['prefetched']} read ahead in time, {counts['late']} late, {counts['missed']} missed"

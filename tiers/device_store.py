@@ -158,6 +158,15 @@ class DeviceStore(TieredStore):
                     run.finish(index, tier.device.compute.record())
             self._deferred.append((arrived, stack.pop_all()))
 
+    def tier_map(self) -> dict[int, np.ndarray]:
+        codes = super().tier_map()
+        for layer, places in codes.items():
+            places[self._is_elsewhere[layer]] = 3
+        return codes
+
+    def _vram_slot_bytes(self) -> int:
+        return sum(pool.num_slots * pool.slot_nbytes for tier in self.tiers for pool in tier.pools)
+
     def is_reachable(self) -> bool:
         """Whether kernels can reach every expert of every layer: a pass of few rows then needs nothing from here."""
         return all(tier.reach.is_complete(layer) for tier in self.tiers for layer in tier.layers)

@@ -11,8 +11,8 @@ from glm_gpu.tiers.policy import worth
 from glm_gpu.tiers.store import TieredStore
 from glm_gpu.tiers.tier_map import map_rows
 
-# `TieredStore.tier_map` codes: on disk, in memory, pinned.
-_STORE_TIERS = np.array([TIERS.index("disk"), TIERS.index("ram"), TIERS.index("locked")], np.uint8)
+# `TieredStore.tier_map` codes: on disk, in memory, pinned, in a device's memory.
+_STORE_TIERS = np.array([TIERS.index(name) for name in ("disk", "ram", "locked", "vram")], np.uint8)
 
 
 def snapshots(store: TieredStore, facts: dict) -> Callable[[], dict]:

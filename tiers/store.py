@@ -188,12 +188,12 @@ class TieredStore:
             return self._residency.shrink(num_bytes)
 
     def tier_map(self) -> dict[int, np.ndarray]:
-        """For each layer, [E] uint8: 2 where an expert is pinned, 1 where it is in memory, 0 on disk."""
+        """For each layer, [E] uint8: 3 in a device's memory, 2 where an expert is pinned, 1 in memory, 0 on disk."""
         with self._residency.changed:
             return {layer: self._residency.pool(layer).places(layer) for layer in self.files.layers}
 
     def report(self) -> list[TierReport]:
-        """The tiers as they stand: locked RAM (hot experts that stay), RAM, and disk (everything else)."""
+        """The tiers as they stand: VRAM, locked RAM (hot experts that stay), RAM, and disk (everything else)."""
         places = self.tier_map()
         uses_by_phase = self.heat.uses.values()
         uses = {layer: sum(uses[layer] for uses in uses_by_phase) for layer in places}
@@ -202,6 +202,8 @@ class TieredStore:
         pinned_slots = sum(int(pool.pinned.sum()) * pool.slot_nbytes for pool in pools)
         all_slots = sum(pool.num_slots * pool.slot_nbytes for pool in pools)
         capacities = {"disk": 0, "ram": all_slots - pinned_slots, "locked": pinned_slots}
+        if vram_slots := self._vram_slot_bytes():
+            capacities["vram"] = vram_slots
         reports = []
         for code, (name, capacity_bytes) in enumerate(capacities.items()):
             members = {layer: place == code for layer, place in places.items()}
@@ -211,6 +213,10 @@ class TieredStore:
             num_experts = sum(int(m.sum()) for m in members.values())
             reports.append(TierReport(name, num_experts, used_bytes, capacity_bytes or used_bytes, share, hits))
         return reports[::-1]
+
+    def _vram_slot_bytes(self) -> int:
+        """All slots in devices' memory."""
+        return 0
 
     def _review(self) -> None:
         """Pin the experts that are hot now, and queue those that should be here."""

@@ -17,8 +17,8 @@ from glm_gpu.tiers.placement import TIERS
 # Rates are over the requests for status of the last seconds.
 _RATE_WINDOW_S = 10.0
 _HEAT_LEVELS = 9
-# What `TieredStore.tier_map` calls 0, 1, 2.
-_TIER_OF_CODE = np.array([TIERS.index(name) for name in ("disk", "ram", "locked")])
+# What `TieredStore.tier_map` calls 0, 1, 2, 3.
+_TIER_OF_CODE = np.array([TIERS.index(name) for name in ("disk", "ram", "locked", "vram")])
 
 
 class Live:
