@@ -30,7 +30,7 @@ def test_a_conversation_on_a_device_goes_on_from_its_file(invoke, tmp_path):
 def test_the_plan_shows_devices_and_adds_up(invoke):
     code, out, _ = invoke("plan", "--device", "sim:2", "--vram", "40MiB,20MiB", "--json")
     plan = json.loads(out)
-    assert code == 0 and plan["speed"] is None
+    assert code == 0 and plan["prediction"] is None
     assert [device["name"] for device in plan["devices"]] == ["simulated device 0", "simulated device 1"]
     for device in plan["devices"]:
         slots = sum(int(size) * count for size, count in device["num_slots"].items())
