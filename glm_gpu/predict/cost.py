@@ -50,6 +50,7 @@ class Rates:
         devices: of each device.
         copy_gb_s: from RAM to each device.
         are_misses_computed_on_host: experts that a device lacks are computed by the CPU and not copied.
+        are_reads_hidden: a layer computes what it has while it reads; this engine does, not every other.
     """
 
     host: PlaceRates
@@ -58,6 +59,7 @@ class Rates:
     devices: tuple[PlaceRates, ...] = ()
     copy_gb_s: tuple[float, ...] = ()
     are_misses_computed_on_host: bool = False
+    are_reads_hidden: bool = True
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,10 @@ def passes_cost(
     read_s = visits.missing * slab / (rates.disk_gb_s * 1e9) + is_read * rates.read_s
     copies_s = away * copy_s
     arrival_s = np.maximum(copies_s, read_s + is_read * copy_s)
-    total_s = np.maximum(compute_s, np.where(away > 0, arrival_s + away_s, 0.0) * (arrival_s > 0))
+    if rates.are_reads_hidden:
+        total_s = np.maximum(compute_s, np.where(arrival_s > 0, arrival_s + away_s, 0.0))
+    else:
+        total_s = compute_s + arrival_s
     if is_streamed:
         layer_bytes = np.where(on_host, parts.attention_bytes[layer] + parts.mlp_bytes[layer], 0)
         streaming_s = layer_bytes / (rates.disk_gb_s * 1e9) + read_s - attention.seconds - layer_s
@@ -170,7 +175,7 @@ def passes_cost(
         "overhead": layer_s.sum(),
     }
     is_waiting = wait_s > 0
-    busy = np.where(is_waiting, 0.0, compute_s)
+    busy = np.where(is_waiting & rates.are_reads_hidden, 0.0, compute_s)  # what is hidden bounds nothing
     expert_share = 1 - mlp.seconds / np.maximum(own_s + ram_s + disk_s, 1e-30)
     by_weights = attention.weights_share * attention.seconds
     by_weights += busy * (expert.weights_share * expert_share + mlp.weights_share * (1 - expert_share))
@@ -178,12 +183,12 @@ def passes_cost(
         MEMORY: by_weights[on_host].sum() + (head_s if places[-1] == HOST else 0.0),
         DEVICE_MEMORY: by_weights[~on_host].sum() + (head_s if places[-1] != HOST else 0.0),
         ARITHMETIC: (attention.seconds + busy - by_weights).sum(),
-        DISK: total_s[is_waiting & waits_for_disk].sum(),
-        COPY: total_s[is_waiting & ~waits_for_disk].sum(),
+        DISK: (total_s - busy)[is_waiting & waits_for_disk].sum(),
+        COPY: (total_s - busy)[is_waiting & ~waits_for_disk].sum(),
         OVERHEAD: layer_s.sum(),
     }
     if rates.are_misses_computed_on_host:
-        host_s = np.where(is_shared_work & ~is_waiting & (ram_s + disk_s > own_s), busy, 0.0).sum()
+        host_s = np.where(is_shared_work & (ram_s + disk_s > own_s), busy, 0.0).sum()
         limits[DEVICE_MEMORY] -= host_s
         limits[MEMORY] += host_s
     return Cost(*({name: float(seconds) for name, seconds in found.items()} for found in (phases, limits)))

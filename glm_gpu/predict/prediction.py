@@ -160,10 +160,23 @@ def predict(
     )
 
 
+def visits_of(table: np.ndarray, rows: np.ndarray | None = None) -> Visits:
+    """Every layer of every pass.
+
+    Args:
+        table: [passes, L, 3], distinct experts on the layer's device, in RAM, and on disk.
+        rows: [passes], of each; one when not given.
+    """
+    num_passes, num_layers, _ = table.shape
+    layer = np.tile(np.arange(num_layers), num_passes)
+    rows = np.ones(num_passes, np.int64) if rows is None else rows
+    return Visits(layer, np.repeat(rows, num_layers), *table.reshape(-1, 3).T)
+
+
 def _visits(
     num_layers: int, found: list[Routing], phase: Phase, vram: list[int], ram: list[int], missing: list[int]
 ) -> Visits:
-    """Every layer of every pass of a phase, those without experts included."""
+    """Those of a phase, the layers without experts included."""
     rows, counts = [], []
     before = num_layers
     for routing, *count in zip(found, vram, ram, missing, strict=True):
@@ -174,9 +187,8 @@ def _visits(
             counts.append(np.zeros((num_layers, 3), np.int64))
         before = routing.layer
         counts[-1][routing.layer] = count
-    table = np.concatenate(counts) if counts else np.zeros((0, 3), np.int64)
-    layer = np.tile(np.arange(num_layers), len(rows))
-    return Visits(layer, np.repeat(np.array(rows, np.int64), num_layers), *table.T)
+    table = np.array(counts) if counts else np.zeros((0, num_layers, 3), np.int64)
+    return visits_of(table, np.array(rows, np.int64))
 
 
 def _copy(heat: Heat) -> Heat:

@@ -80,6 +80,13 @@ def test_reads_hide_behind_arithmetic_but_for_the_last_expert():
     assert fast.phases["waiting for disk"] == 0, "a read of 100 us is over before the others are computed"
 
 
+def test_engines_that_read_first_and_compute_then_take_both():
+    rates = replace(RATES, are_reads_hidden=False)
+    found = cost(rates, one_token(ram=(0, 3, 4), missing=(0, 1, 0)))
+    assert found.phases["waiting for disk"] == found.limits[DISK] == pytest.approx(400e-6)
+    assert found.seconds == pytest.approx(PARTS.token_bytes / 10e9 + 400e-6)
+
+
 def test_the_first_read_of_a_layer_costs_its_latency_once():
     rates = replace(RATES, read_s=0.5)
     more = cost(rates, one_token(ram=(0, 0, 0), missing=(0, 4, 4))).seconds
@@ -136,8 +143,10 @@ def test_overhead_is_a_layers():
 @pytest.mark.parametrize("missing", [0, 1, 3])
 @pytest.mark.parametrize("place", [HOST, 0])
 @pytest.mark.parametrize("on_host", [False, True])
-def test_both_accounts_add_up(missing, place, on_host):
-    rates = Rates(PlaceRates(10.0, 50.0, 1e-5), 1.0, 1e-4, (PlaceRates(500.0, 900.0, 1e-6),), (4.0,), on_host)
+@pytest.mark.parametrize("is_hidden", [False, True])
+def test_both_accounts_add_up(missing, place, on_host, is_hidden):
+    device = PlaceRates(500.0, 900.0, 1e-6)
+    rates = Rates(PlaceRates(10.0, 50.0, 1e-5), 1.0, 1e-4, (device,), (4.0,), on_host, is_hidden)
     visits = one_token(ram=(0, 4 - missing, 2), missing=(0, missing, 1), vram=(0, 0, 1 if place == 0 else 0), rows=3)
     found = cost(rates, visits, np.array([place, HOST, place]))
     assert sum(found.limits.values()) == pytest.approx(found.seconds)
