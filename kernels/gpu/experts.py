@@ -12,8 +12,8 @@ from glm_gpu.kernels.gpu.product import BLOCK_M, BLOCK_N, SCHEDULE, product_cons
 from glm_gpu.slab import SlabLayout
 
 _PLAN_SMALL = Kernel("plan", "plan_small_kernel")
-_RANK = Kernel("plan", "rank_kernel")
-_PLACE = Kernel("plan", "place_kernel")
+_RANK = Kernel("plan", "rank_kernel", num_warps=8)
+_PLACE = Kernel("plan", "place_kernel", num_warps=8)
 _GATHER = Kernel("plan", "gather_kernel")
 _HIDDEN = Kernel("experts", "expert_hidden_kernel", **SCHEDULE)
 _OUTPUT = Kernel("experts", "expert_output_kernel", **SCHEDULE)
