@@ -223,11 +223,13 @@ class _Kernels:
         pairs = num_rows * sizes.experts_per_tok
         order = np.argsort(self._rng.random((4, num_rows, sizes.num_experts)), axis=2)
         choices = np.ascontiguousarray(order[:, :, : sizes.experts_per_tok], np.int32)
-        num_tiles = gpu_experts.max_tiles(num_rows, sizes.experts_per_tok, sizes.num_experts)
+        pass_size = num_rows, sizes.experts_per_tok, sizes.num_experts
+        tile_rows = gpu_experts.rows_per_tile(*pass_size)
+        num_tiles = gpu_experts.max_tiles(*pass_size, tile_rows)
         plans = []
         with device.computing():
             for choice in choices:
-                plan = take((num_tiles,), "i32"), take((num_tiles, 16), "i32")
+                plan = take((num_tiles,), "i32"), take((num_tiles, tile_rows), "i32")
                 ids = self._arena.put(choice, "i32")
                 gpu_experts.plan_tiles(device.launcher, ids, sizes.num_experts, take((2, pairs), "i32"), *plan)
                 plans.append(plan)

@@ -15,6 +15,7 @@ from glm_gpu.kernels.gpu.experts import (
     max_tiles,
     mlp_hidden,
     plan_tiles,
+    rows_per_tile,
 )
 from glm_gpu.kernels.gpu.indexer import index_scores, select_top
 from glm_gpu.kernels.gpu.norm import rms_norm
@@ -309,8 +310,9 @@ def _add_moe(
         expert_weights,
     )
     experts.chosen(ids)
-    num_tiles = max_tiles(num_rows, num_choices, num_experts)
-    tile_experts, pairs = place.take(num_tiles, dtype="i32"), place.take(num_tiles, 16, dtype="i32")
+    tile_rows = rows_per_tile(num_rows, num_choices, num_experts)
+    num_tiles = max_tiles(num_rows, num_choices, num_experts, tile_rows)
+    tile_experts, pairs = place.take(num_tiles, dtype="i32"), place.take(num_tiles, tile_rows, dtype="i32")
     plan_tiles(launcher, ids, num_experts, place.take(2, num_pairs, dtype="i32"), tile_experts, pairs)
     hidden = place.take(num_pairs, layout.width, dtype=HALF)
     outputs = place.take(num_pairs, layout.hidden)

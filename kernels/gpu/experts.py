@@ -8,52 +8,67 @@ comes last.
 
 from glm_gpu.kernels.gpu.arrays import Array, DeviceMatrix, Kernel, Launcher
 from glm_gpu.kernels.gpu.norm import power_of_two
-from glm_gpu.kernels.gpu.product import BLOCK_M, BLOCK_N, SCHEDULE, product_constants, tiles, words
+from glm_gpu.kernels.gpu.product import (
+    BLOCK_M,
+    BLOCK_N,
+    WIDE_BLOCK_M,
+    product_constants,
+    product_kernel,
+    tile_rows,
+    tiles,
+    words,
+)
 from glm_gpu.slab import SlabLayout
 
 _PLAN_SMALL = Kernel("plan", "plan_small_kernel")
 _RANK = Kernel("plan", "rank_kernel", num_warps=8)
 _PLACE = Kernel("plan", "place_kernel", num_warps=8)
 _GATHER = Kernel("plan", "gather_kernel")
-_HIDDEN = Kernel("experts", "expert_hidden_kernel", **SCHEDULE)
-_OUTPUT = Kernel("experts", "expert_output_kernel", **SCHEDULE)
-_MLP_HIDDEN = Kernel("experts", "mlp_hidden_kernel", **SCHEDULE)
 _COMBINE = Kernel("experts", "combine_kernel")
+
+# Outputs of a tile of gate and up: with 64 rows the registers hold half as many, since gate waits there for up.
+_GATED_BLOCK_N = {BLOCK_M: BLOCK_N, WIDE_BLOCK_M: BLOCK_N // 2}
 
 # Up to so many (token, choice) pairs one small kernel makes the whole plan.
 _SMALL_PLAN = 128
 _BLOCK_PAIRS = 128
 
 
-def max_tiles(num_rows: int, experts_per_tok: int, num_experts: int) -> int:
-    """Upper bound of the tiles that a pass needs: each holds up to 16 rows of one expert."""
+def rows_per_tile(num_rows: int, experts_per_tok: int, num_experts: int) -> int:
+    """Rows of a tile of one expert that suit a pass: 16, or 64 where experts get many rows on average."""
+    return tile_rows(num_rows * experts_per_tok / num_experts)
+
+
+def max_tiles(num_rows: int, experts_per_tok: int, num_experts: int, block_m: int = BLOCK_M) -> int:
+    """Upper bound of the tiles that a pass needs: each holds up to block_m rows of one expert."""
     pairs = num_rows * experts_per_tok
-    # U experts with p pairs need at most U + (p - U) / 16 tiles
+    # U experts with p pairs need at most U + (p - U) / block_m tiles
     distinct = min(pairs, num_experts)
-    return distinct + (pairs - distinct) // BLOCK_M
+    return distinct + (pairs - distinct) // block_m
 
 
 def plan_tiles(launcher: Launcher, ids: Array, num_experts: int, scratch: Array, tile_experts: Array, pairs: Array):
-    """Sort (token, choice) pairs by expert into tiles of 16, pairs of one expert in ascending order.
+    """Sort (token, choice) pairs by expert into tiles of B rows, pairs of one expert in ascending order.
 
     Args:
         ids: [T, K] i32, each in [0, E).
         num_experts: E.
         scratch: [2, T * K] i32, a workspace.
-        tile_experts: [max_tiles(T, K, E)] i32, the tile's expert, or -1 for a tile that is not needed.
-        pairs: [max_tiles(T, K, E), 16] i32, token * K + choice, or -1 where a tile is not full.
+        tile_experts: [max_tiles(T, K, E, B)] i32, the tile's expert, or -1 for a tile that is not needed.
+        pairs: [max_tiles(T, K, E, B), B] i32, token * K + choice, or -1 where a tile is not full; B is 16 or 64.
     """
     num_rows, experts_per_tok = ids.shape
     num_pairs = num_rows * experts_per_tok
-    num_tiles = max_tiles(num_rows, experts_per_tok, num_experts)
-    assert tile_experts.shape == (num_tiles,) and pairs.shape == (num_tiles, BLOCK_M), (pairs.shape, num_tiles)
+    block_m = pairs.shape[1]
+    num_tiles = max_tiles(num_rows, experts_per_tok, num_experts, block_m)
+    assert tile_experts.shape == (num_tiles,) and pairs.shape == (num_tiles, block_m), (pairs.shape, num_tiles)
     assert scratch.shape == (2, num_pairs), (scratch.shape, num_pairs)
     outputs = {"tile_experts_ptr": tile_experts, "pairs_ptr": pairs, "num_pairs": num_pairs}
     if num_pairs <= _SMALL_PLAN:
-        constants = {"BLOCK": power_of_two(num_pairs), "BLOCK_M": BLOCK_M}
+        constants = {"BLOCK": power_of_two(num_pairs), "BLOCK_M": block_m}
         launcher.launch(_PLAN_SMALL, (num_tiles,), {"ids_ptr": ids} | outputs, constants)
         return
-    constants = {"BLOCK": _BLOCK_PAIRS, "BLOCK_M": BLOCK_M}
+    constants = {"BLOCK": _BLOCK_PAIRS, "BLOCK_M": block_m}
     blocks = tiles(num_pairs, _BLOCK_PAIRS)
     inputs = {"ids_ptr": ids, "scratch_ptr": scratch}
     launcher.launch(_RANK, (blocks,), inputs | {"num_pairs": num_pairs}, constants)
@@ -89,10 +104,14 @@ def expert_hidden(
         "pairs_ptr": pairs,
         "hidden_ptr": hidden,
     }
-    constants = product_constants(layout.format, layout.hidden) | _slab_constants(layout, ("gate", "up"))
+    block_m = pairs.shape[1]
+    block_n = _GATED_BLOCK_N[block_m]
+    constants = product_constants(layout.format, layout.hidden, block_m, block_n) | _slab_constants(
+        layout, ("gate", "up")
+    )
     constants |= {"N": layout.width, "EXPERTS_PER_TOK": experts_per_tok}
-    grid = tiles(layout.width, BLOCK_N), tile_experts.shape[0]
-    launcher.launch(_HIDDEN, grid, arguments, constants)
+    grid = tiles(layout.width, block_n), tile_experts.shape[0]
+    launcher.launch(product_kernel("experts", "expert_hidden_kernel", block_m), grid, arguments, constants)
 
 
 def expert_output(
@@ -119,10 +138,11 @@ def expert_output(
         "pairs_ptr": pairs,
         "outputs_ptr": outputs,
     }
-    constants = product_constants(layout.format, layout.width) | _slab_constants(layout, ("down",))
+    block_m = pairs.shape[1]
+    constants = product_constants(layout.format, layout.width, block_m) | _slab_constants(layout, ("down",))
     constants |= {"N": layout.hidden}
     grid = tiles(layout.hidden, BLOCK_N), tile_experts.shape[0]
-    launcher.launch(_OUTPUT, grid, arguments, constants)
+    launcher.launch(product_kernel("experts", "expert_output_kernel", block_m), grid, arguments, constants)
 
 
 def _slab_constants(layout: SlabLayout, roles: tuple[str, ...]) -> dict[str, int | str]:
@@ -156,8 +176,11 @@ def mlp_hidden(launcher: Launcher, x: Array, gate: DeviceMatrix, up: DeviceMatri
         "hidden_ptr": hidden,
         "num_rows": num_rows,
     }
-    constants = product_constants(gate.format, gate.shape[1]) | {"N": gate.shape[0]}
-    launcher.launch(_MLP_HIDDEN, (tiles(gate.shape[0], BLOCK_N), tiles(num_rows)), arguments, constants)
+    block_m = tile_rows(num_rows)
+    block_n = _GATED_BLOCK_N[block_m]
+    constants = product_constants(gate.format, gate.shape[1], block_m, block_n) | {"N": gate.shape[0]}
+    grid = tiles(gate.shape[0], block_n), tiles(num_rows, block_m)
+    launcher.launch(product_kernel("experts", "mlp_hidden_kernel", block_m), grid, arguments, constants)
 
 
 def combine(launcher: Launcher, outputs: Array, weights: Array, add: Array, out: Array) -> None:

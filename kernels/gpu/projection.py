@@ -1,9 +1,16 @@
 """Products of activations with weights in their stored form."""
 
 from glm_gpu.kernels.gpu.arrays import Array, DeviceMatrix, Kernel, Launcher
-from glm_gpu.kernels.gpu.product import BLOCK_M, BLOCK_N, SCHEDULE, product_constants, tiles, words
+from glm_gpu.kernels.gpu.product import (
+    BLOCK_M,
+    BLOCK_N,
+    product_constants,
+    product_kernel,
+    tile_rows,
+    tiles,
+    words,
+)
 
-_PROJECT = Kernel("projection", "project_kernel", **SCHEDULE)
 _ABSORB = Kernel("projection", "absorb_kernel")
 _EMBED = Kernel("projection", "embed_kernel")
 
@@ -49,6 +56,7 @@ def expand_value(launcher: Launcher, o: Array, kv_b: DeviceMatrix, nope_dim: int
 
 def _project(launcher, x, w, out, add, is_split, num_rows, num_batches, first_row, num_outputs):
     assert not is_split or (num_batches * num_outputs) % 4 == 0, (num_batches, num_outputs)
+    block_m = tile_rows(num_rows)
     arguments = {
         "x_ptr": x,
         "w_ptr": words(w),
@@ -57,7 +65,7 @@ def _project(launcher, x, w, out, add, is_split, num_rows, num_batches, first_ro
         "out_ptr": out,
         "num_rows": num_rows,
     }
-    constants = product_constants(w.format, w.shape[1]) | {
+    constants = product_constants(w.format, w.shape[1], block_m) | {
         "N": num_outputs,
         "NUM_BATCHES": num_batches,
         "FIRST_ROW": first_row,
@@ -65,8 +73,8 @@ def _project(launcher, x, w, out, add, is_split, num_rows, num_batches, first_ro
         "HAS_ADD": add is not None,
         "IS_SPLIT": is_split,
     }
-    grid = tiles(num_outputs, BLOCK_N), tiles(num_rows), num_batches
-    launcher.launch(_PROJECT, grid, arguments, constants)
+    grid = tiles(num_outputs, BLOCK_N), tiles(num_rows, block_m), num_batches
+    launcher.launch(product_kernel("projection", "project_kernel", block_m), grid, arguments, constants)
 
 
 def absorb_query(launcher: Launcher, q: Array, kv_b: DeviceMatrix, nope_dim: int, value_dim: int, out: Array) -> None:

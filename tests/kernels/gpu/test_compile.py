@@ -7,6 +7,7 @@ from concurrent.futures import ProcessPoolExecutor
 import pytest
 from device_shapes import Dimensions, record_others, record_products
 
+from glm_gpu.kernels.gpu.product import BLOCK_M
 from glm_gpu.kernels.launch import Recorder
 
 pytest.importorskip("triton", reason="triton is not installed")
@@ -43,6 +44,7 @@ def compiled():
         recorder = Recorder()
         record_products(recorder, 1, *DEFAULT, Dimensions())
         record_others(recorder, 1, *DEFAULT, Dimensions())
+        record_products(recorder, 2048, *DEFAULT, Dimensions())
         for form in OTHERS[arch]:
             record_products(recorder, 1, *form, Dimensions())
         work += [(specialization, arch) for specialization in recorder.specializations]
@@ -87,14 +89,23 @@ def test_weights_are_multiplied_by_tensor_cores(compiled):
         assert code.count("HMMA|HGMMA|UTCHMMA"), name
 
 
-# Instructions of a thread for each weight it handles, in the innermost loop. At full memory speed an H200 has 3.5 for
-# four bits, an A100 4.8 (from their data sheets); eight bits have twice as many.
+def test_tiles_of_16_and_64_rows_are_made_of_the_same_tensor_core_instruction(compiled):
+    """Then a row's sums are made in the same order in both. HGMMA would be another one."""
+    used = {}
+    for name, specialization, constants, code in products(compiled):
+        key = name.split("sm_")[1], specialization.types, constants["BITS"]
+        used.setdefault(key, set()).update(i for i in code.instructions if "MMA" in i)
+    assert all(len(instructions) == 1 for instructions in used.values()), used
+
+
+# Instructions of a thread for each weight it handles, in the innermost loop of decoding. At full memory speed an H200
+# has 3.5 for four bits, an A100 4.8 (from their data sheets); eight bits have twice as many.
 BUDGETS = {4: 2.5, 8: 5.0}
 
 
 def test_instructions_a_weight_stay_in_their_budget(compiled):
     for name, specialization, constants, code in products(compiled):
-        if constants["BITS"] not in BUDGETS:
+        if constants["BITS"] not in BUDGETS or constants["BLOCK_M"] != BLOCK_M:
             continue
         step = constants["BLOCK_N"] * constants["BLOCK_K"] * constants["UNROLL"]
         loop = max(code.loops, key=lambda loop: sum(loop.values()))

@@ -23,8 +23,9 @@ from glm_gpu.kernels.gpu.experts import (
     max_tiles,
     mlp_hidden,
     plan_tiles,
+    rows_per_tile,
 )
-from glm_gpu.kernels.gpu.product import BLOCK_M
+from glm_gpu.kernels.gpu.product import BLOCK_M, WIDE_BLOCK_M
 from glm_gpu.kernels.matmul import matmul
 from glm_gpu.quant import Format, quantize
 from glm_gpu.slab import SlabLayout
@@ -36,28 +37,30 @@ def choices(rng, num_rows, num_experts, k):
     return np.array([rng.permutation(num_experts)[:k] for _ in range(num_rows)], np.int32)
 
 
-def planned(ids, num_experts):
-    num_tiles = max_tiles(*ids.shape, num_experts)
-    tile_experts, pairs = empty(num_tiles, "i32"), empty((num_tiles, BLOCK_M), "i32")
+def planned(ids, num_experts, block_m=None):
+    block_m = block_m or rows_per_tile(*ids.shape, num_experts)
+    num_tiles = max_tiles(*ids.shape, num_experts, block_m)
+    tile_experts, pairs = empty(num_tiles, "i32"), empty((num_tiles, block_m), "i32")
     scratch = empty((2, ids.size), "i32")
     plan_tiles(checked(), view(ids), num_experts, view(scratch), view(tile_experts), view(pairs))
     return tile_experts, pairs
 
 
+@pytest.mark.parametrize("block_m", [BLOCK_M, WIDE_BLOCK_M])
 @pytest.mark.parametrize(
     ("num_rows", "num_experts", "k"), [(1, 16, 4), (3, 13, 3), (17, 64, 8), (40, 2, 2), (33, 7, 1), (200, 5, 4)]
 )
-def test_plan_holds_every_pair_once_in_order_and_few_tiles(num_rows, num_experts, k):
+def test_plan_holds_every_pair_once_in_order_and_few_tiles(num_rows, num_experts, k, block_m):
     ids = choices(np.random.default_rng(num_rows), num_rows, num_experts, k)
-    tile_experts, pairs = planned(ids, num_experts)
+    tile_experts, pairs = planned(ids, num_experts, block_m)
     flat = ids.reshape(-1)
     expected_experts, expected_pairs = [], []
     for expert in range(num_experts):
         mine = np.flatnonzero(flat == expert)
-        for start in range(0, len(mine), BLOCK_M):
-            tile = mine[start : start + BLOCK_M]
+        for start in range(0, len(mine), block_m):
+            tile = mine[start : start + block_m]
             expected_experts.append(expert)
-            expected_pairs.append([*tile, *[-1] * (BLOCK_M - len(tile))])
+            expected_pairs.append([*tile, *[-1] * (block_m - len(tile))])
     used = len(expected_experts)
     np.testing.assert_array_equal(tile_experts[:used], expected_experts)
     np.testing.assert_array_equal(pairs[:used], expected_pairs)
@@ -109,7 +112,7 @@ class Layer:
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
     ("num_rows", "num_experts", "k", "hidden", "width"),
-    [(1, 16, 4, 160, 72), (3, 13, 3, 256, 64), (17, 5, 2, 96, 40)],
+    [(1, 16, 4, 160, 72), (3, 13, 3, 256, 64), (17, 5, 2, 96, 40), (70, 3, 2, 64, 36)],
 )
 def test_experts_are_the_specified_ones(format, dtype, num_rows, num_experts, k, hidden, width):
     rng = np.random.default_rng(num_rows)
@@ -141,13 +144,18 @@ def test_experts_that_arrive_later_give_the_same_bits():
     np.testing.assert_array_equal(layer.run(x, ids, weights, "bf16"), layer.run(x, ids, weights, "bf16", tables))
 
 
-def test_a_row_has_the_same_bits_in_every_pass():
+@pytest.mark.parametrize(("num_rows", "num_experts"), [(50, 6), (80, 3)])
+def test_a_row_has_the_same_bits_in_every_pass(num_rows, num_experts):
+    """In tiles of 16 rows and of 64."""
     rng = np.random.default_rng(3)
-    layer = Layer(rng, "int4_g64", 6, 160, 72)
-    x, ids = narrow(rng.standard_normal((50, 160)).astype(np.float32), "bf16"), choices(rng, 50, 6, 3)
-    weights = rng.random((50, 3)).astype(np.float32)
+    layer = Layer(rng, "int4_g64", num_experts, 160, 72)
+    x, ids = (
+        narrow(rng.standard_normal((num_rows, 160)).astype(np.float32), "bf16"),
+        choices(rng, num_rows, num_experts, 3),
+    )
+    weights = rng.random((num_rows, 3)).astype(np.float32)
     together = layer.run(x, ids, weights, "bf16")
-    for row in (0, 23, 49):
+    for row in (0, 23, num_rows - 1):
         one = slice(row, row + 1)
         np.testing.assert_array_equal(layer.run(x[one], ids[one], weights[one], "bf16")[0], together[row])
 

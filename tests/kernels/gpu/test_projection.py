@@ -57,12 +57,14 @@ def test_every_byte_of_a_weight_is_unpacked_exactly(dtype):
         np.testing.assert_array_equal(out.T, dequantize(w))
 
 
+@pytest.mark.parametrize("num_rows", [19, 70])
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_row_has_the_same_bits_in_every_pass(format):
+def test_a_row_has_the_same_bits_in_every_pass(format, num_rows):
+    """In tiles of 16 rows and of 64."""
     rng = np.random.default_rng(1)
     w = matrix_view(random_matrix(rng, 72, 160, format))
-    x = split(narrow(rng.standard_normal((19, 160)).astype(np.float32), "bf16"))
-    together = empty((19, 72), "f32")
+    x = split(narrow(rng.standard_normal((num_rows, 160)).astype(np.float32), "bf16"))
+    together = empty((num_rows, 72), "f32")
     project(checked(), view(x), w, view(together))
     for row in (0, 7, 15, 16, 18):
         alone = empty((1, 72), "f32")
