@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import compress
 
 import numpy as np
 
@@ -45,6 +46,8 @@ def open_on_devices(
         for device, part in zip(devices, plan.devices, strict=True)
     ]
     placed = [(device, part) for device, part in placed if part.layers or part.has_ends]
+    # while there is memory for it
+    links = [SIMULATED_LINK if device.is_simulated else measure_link(device) for device, _ in placed]
     caches = DeviceCachePool(
         [(device, part.layers) for device, part in placed], layout, plan.context, options.num_contexts
     )
@@ -57,7 +60,7 @@ def open_on_devices(
         layers = {layer: to_device(arena, source.layer(layer)) for layer in part.layers}
         ends = _ends(arena, source) if part.has_ends else None
         parts.append(DevicePart(device, config, layers, caches.offsets, ends, workspace))
-    store = _open_store(checkpoint, opening, options, heat, placed)
+    store = _open_store(checkpoint, opening, options, heat, placed, links)
     return DeviceTransformer(config, parts, store, caches)
 
 
@@ -73,10 +76,12 @@ def _open_store(
     options: EngineOptions,
     heat: Heat,
     placed: Sequence[tuple[Device, DevicePlan]],
+    links: Sequence[LinkRates],
 ) -> DeviceStore:
     plan, config = opening.plan, checkpoint.config
     files = ExpertFiles(checkpoint, options.recipe, list(config.sparse_layers), plan.read_mode)
     is_elsewhere = np.zeros(heat.shape, bool)
+    sparse = [any(config.is_sparse(layer) for layer in part.layers) for _, part in placed]
     tiers = [
         VramTier(
             device,
@@ -86,8 +91,7 @@ def _open_store(
             heat,
             is_elsewhere,
         )
-        for device, part in placed
-        if any(config.is_sparse(layer) for layer in part.layers)
+        for device, part in compress(placed, sparse)
     ]
     return DeviceStore(
         files,
@@ -99,5 +103,5 @@ def _open_store(
         prefetch="off",
         trace=options.trace and TraceWriter(options.trace, trace_header(files, opening.sizes)),
         is_elsewhere=is_elsewhere,
-        links=[SIMULATED_LINK if tier.device.is_simulated else measure_link(tier.device) for tier in tiers],
+        links=list(compress(links, sparse)),
     )

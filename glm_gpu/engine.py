@@ -79,7 +79,12 @@ class Engine:
             cpu.set_threads(options.threads)
         self.model: Transformer | DeviceTransformer
         if self.devices:
-            self.model = open_on_devices(checkpoint, opening, options, heat, self.devices)
+            try:
+                self.model = open_on_devices(checkpoint, opening, options, heat, self.devices)
+            except BaseException:
+                for device in self.devices:
+                    device.close()
+                raise
             self.row_identity += " gpu"
         else:
             weights = load_weights(checkpoint, config, recipe, opening.loads_mtp, self.plan.is_streamed)

@@ -333,18 +333,16 @@ class _Missing:
         self._current = []
 
     def _slot(self) -> int | None:
-        if self._is_bulk and self._transit:
-            return self._emptied(self._transit.pop())
-        slot = None if self._is_bulk else self._tier.take(self._layer)
-        if slot is not None:
+        """A slot to fill next, emptied if need be; None when what there is has to be computed with first."""
+        if not self._is_bulk and (slot := self._tier.take(self._layer)) is not None:
             return slot
+        if self._transit and (self._is_bulk or not self._used):
+            return self._emptied(self._transit.pop())
         if self._used:
-            slot = self._used.pop(0)
-        elif self._held and not self._current and not self._is_bulk:
-            slot = self._held.pop()
-        else:
-            return None
-        return self._emptied(slot)
+            return self._emptied(self._used.pop(0))
+        if self._held and not self._current and not self._is_bulk:
+            return self._emptied(self._held.pop())
+        return None
 
     def _emptied(self, slot: int) -> int:
         """A slot whose expert, if any, has been computed with as far as this layer needs it."""
