@@ -249,7 +249,7 @@ class CudaDevice:
     def capture(self, work: Callable[[], None]) -> Graph:
         with self.current():
             try:
-                return Graph(self.cuda, self.compute.stream, work)
+                return Graph(self.compute.stream, work)
             except self.cuda.runtime.CUDARuntimeError as error:
                 if error.status == _OUT_OF_MEMORY:
                     raise DeviceMemoryError(f"{self.info.name} has no memory left for a graph") from error

@@ -12,6 +12,8 @@ from glm_gpu.kernels.gpu.arrays import Kernel
 
 # Above this a function has to be allowed its shared memory.
 _PLAIN_SHARED_BYTES = 48 * 1024
+# Of the driver. Code needs memory of the card too; whoever holds its memory may give some back.
+_OUT_OF_MEMORY = 2
 _TYPES = {
     "f32": "*fp32",
     "bf16": "*bf16",
@@ -78,6 +80,7 @@ class CudaLauncher:
 
         Raises:
             DeviceError: the kernel cannot be compiled, or the driver refuses its code.
+            RuntimeError: CuPy's, from the driver: no memory for the code, or an error of earlier work.
         """
         if 0 in grid:
             return
@@ -100,6 +103,8 @@ class CudaLauncher:
                 attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 driver.funcSetAttribute(function.ptr, attribute, cubin.shared_bytes)
         except RuntimeError as error:  # CuPy's errors of the driver
+            if getattr(error, "status", None) == _OUT_OF_MEMORY:
+                raise
             raise DeviceError(
                 f"the driver refuses {cubin.name} for compute capability {self._cubins.arch / 10} ({error}); "
                 "update the NVIDIA driver, or use --device cpu"
@@ -135,12 +140,11 @@ class Graph:
     nothing is compiled or loaded, and nothing allocated, while a stream records.
 
     Args:
-        cuda: the module cupy.cuda.
-        stream: a stream of the card, not the default one.
+        stream: a CuPy stream of the card, not the default one.
         work: launches kernels on the current stream.
     """
 
-    def __init__(self, cuda: Any, stream: Any, work: Callable[[], None]) -> None:
+    def __init__(self, stream: Any, work: Callable[[], None]) -> None:
         self._stream = stream
         with stream:
             stream.begin_capture()

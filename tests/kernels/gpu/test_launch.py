@@ -36,7 +36,7 @@ class Driver:
         class Module:
             def load(self, image):
                 if refuses:
-                    raise RuntimeError(refuses)
+                    raise refuses
                 outer.images.append(image)
 
             def get_function(self, name):
@@ -126,9 +126,18 @@ def test_number_that_does_not_fit_is_refused_before_the_launch():
 
 
 def test_code_that_the_driver_refuses_is_a_device_error():
-    driver = Driver(refuses="CUDA_ERROR_NO_BINARY_FOR_GPU")
+    driver = Driver(refuses=RuntimeError("CUDA_ERROR_NO_BINARY_FOR_GPU"))
     with pytest.raises(DeviceError, match=r"refuses project_kernel.*9\.0.*NO_BINARY.*update the NVIDIA driver"):
         CudaLauncher(Cubins(), driver.cuda).launch(KERNEL, (1,), ARGUMENTS, {})
+
+
+def test_memory_that_is_short_for_code_is_told_as_such():
+    """Whoever holds the card's memory gives some back and repeats the pass."""
+    error = RuntimeError("CUDA_ERROR_OUT_OF_MEMORY")
+    error.status = 2
+    with pytest.raises(RuntimeError) as raised:
+        CudaLauncher(Cubins(), Driver(refuses=error).cuda).launch(KERNEL, (1,), ARGUMENTS, {})
+    assert raised.value is error
 
 
 class Stream:
@@ -158,7 +167,7 @@ class Stream:
 
 def test_work_is_captured_once_and_replayed_on_its_stream():
     stream = Stream()
-    graph = Graph(None, stream, lambda: stream.calls.append("work"))
+    graph = Graph(stream, lambda: stream.calls.append("work"))
     graph.replay()
     graph.replay()
     assert stream.calls == ["enter", "begin", "work", "end", "upload", "exit", "launch", "launch"]
@@ -168,5 +177,5 @@ def test_work_is_captured_once_and_replayed_on_its_stream():
 def test_capture_is_ended_when_work_fails_and_its_error_is_told(is_broken):
     stream = Stream(is_broken)
     with pytest.raises(ZeroDivisionError):
-        Graph(None, stream, lambda: 1 // 0)
+        Graph(stream, lambda: 1 // 0)
     assert stream.calls == ["enter", "begin", "end", "exit"]
