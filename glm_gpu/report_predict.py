@@ -63,9 +63,9 @@ def simulation_text(machine: Machine, simulation: Simulation) -> str:
         first, count = machine.gpus[0], len(machine.gpus)
         has.append(f"{count} x {format_bytes(first.vram_bytes)} at {first.memory_gb_s:g} GB/s")
     has.append(f"disk at {machine.disk_gb_s:g} GB/s")
-    tiers = [f"{tier.num_experts} experts in {tier.name}" for tier in plan.tiers]
+    tiers = [f"{tier.name} {tier.num_experts}" for tier in plan.tiers]
     where = ("; dense weights are streamed" if plan.is_streamed else "") + f"; {format_bytes(plan.ram_bytes)} of RAM"
-    rows = [(machine.name, ", ".join(has)), ("plan", ", ".join(tiers) + where)]
+    rows = [(machine.name, ", ".join(has)), ("experts", ", ".join(tiers) + where)]
     return table(rows + prediction_rows(simulation.prediction))
 
 

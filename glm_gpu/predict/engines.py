@@ -11,27 +11,28 @@ class Engine:
     """How well an engine uses hardware.
 
     Attributes:
-        memory_share: bandwidth of RAM, and of a device's memory, that its kernels reach on packed weights.
+        memory_share, device_memory_share: bandwidth of RAM, and of devices' memory, that its kernels reach on packed
+            weights.
         core_gb_s: packed weights that one core gets through at most, where memory is faster.
         core_gmac_s: multiply-adds of one core while rows are many, where the machine's file does not say.
         device_mac_share: of a device's peak while rows are many.
         layer_s, device_layer_s: seconds that a layer costs beside its weights, on the host and on a device.
-        are_misses_computed_on_host: experts that a device lacks are computed by the CPU.
     """
 
     memory_share: float
+    device_memory_share: float
     core_gb_s: float = float("inf")
     core_gmac_s: float = float("inf")
     device_mac_share: float = 1.0
     layer_s: float = 0.0
     device_layer_s: float = 0.0
-    are_misses_computed_on_host: bool = False
 
 
-# This engine. Host figures are of two Zen 5 cores with AVX-512 VNNI (bench/results/predict.json); those of devices are
-# goals that its GPU kernels are held to, not measurements: 70 % of memory bandwidth, 40 % of peak, a layer in 30 us.
+# This engine. Host figures are of two Zen 5 cores with AVX-512 VNNI (`glm-gpu bench decode`, bench/predict.py); those
+# of devices are goals for its GPU kernels, not measurements.
 GLM_GPU = Engine(
     memory_share=0.80,
+    device_memory_share=0.70,
     core_gb_s=25.0,
     core_gmac_s=60.0,
     device_mac_share=0.4,
@@ -50,7 +51,7 @@ def machine_rates(machine: Machine, engine: Engine) -> Rates:
     )
     devices = tuple(
         PlaceRates(
-            gpu.memory_gb_s * engine.memory_share,
+            gpu.memory_gb_s * engine.device_memory_share,
             gpu.tflops * 1e3 / 2 * engine.device_mac_share,  # an operation is half a multiply-add
             engine.device_layer_s,
         )
@@ -62,5 +63,4 @@ def machine_rates(machine: Machine, engine: Engine) -> Rates:
         machine.disk_latency_ms / 1e3,
         devices,
         tuple(gpu.copy_gb_s for gpu in machine.gpus),
-        engine.are_misses_computed_on_host,
     )

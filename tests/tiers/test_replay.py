@@ -63,6 +63,16 @@ def test_static_heat_lets_cold_experts_pass_through_one_slot():
     assert result.hits["decode"] == 4
 
 
+def test_memory_may_begin_full_and_what_lies_elsewhere_does_not_count():
+    trace = make_trace([(0, [0, 5]), (1, [1, 2]), (0, [3, 5]), (0, [0, 3])])
+    resident, elsewhere = np.zeros((2, 6), bool), np.zeros((2, 6), bool)
+    resident[0, [0, 1]], elsewhere[0, 5] = True, True
+    result = replay(trace, LeastRecentlyUsed(trace.header), 30, resident, elsewhere)
+    #                    0 there       both read, (0, 1) goes   3 read, 0 goes   0 read, 3 there
+    assert result.num_hits == [1, 0, 0, 1] and result.num_missed == [0, 2, 1, 1]
+    assert (result.hits["decode"], result.uses["decode"], result.read_bytes["decode"]) == (2, 6, 40)
+
+
 def test_experts_of_the_pass_are_not_evicted_for_each_other():
     trace = make_trace([(0, [0, 1]), (0, [2, 3]), (0, [2, 3])])
     worst = StaticHeat(np.array([[9, 8, 1, 0, 0, 0]] * 2))  # values those of the pass the least
