@@ -22,6 +22,7 @@ _STATIC = ("app.js", "docs.js", "markdown.js", "style.css")
 _OPEN_PATHS = frozenset({"/", "/docs", "/health", "/favicon.ico", *(f"/static/{name}" for name in _STATIC)})
 # A million token ids come to 120 MiB by `json_memory_bytes`.
 _MEMORY_RATIO, _MIN_MEMORY_BYTES = 8, 16 << 20
+_MIN_BODY_BYTES_S = 20_000
 _SECURITY_HEADERS = [
     (b"x-content-type-options", b"nosniff"),
     (b"referrer-policy", b"no-referrer"),
@@ -92,9 +93,12 @@ class Guard:
     async def _pass_on(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Hand the request on with its whole body read, so that no handler waits for a client that dawdles."""
         body, size, has_more = [], 0, True
+        deadline = time.monotonic() + self._settings.body_timeout_s
         while has_more:
             try:
-                message = await asyncio.wait_for(receive(), self._settings.body_timeout_s)
+                # a byte now and then is no progress
+                left_s = deadline + size / _MIN_BODY_BYTES_S - time.monotonic()
+                message = await asyncio.wait_for(receive(), max(0.0, left_s))
             except TimeoutError:
                 await self._refuse(scope, receive, send, Problem(408, "the body did not arrive in time"))
                 return

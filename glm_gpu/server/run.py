@@ -108,6 +108,7 @@ def serve(
     import uvicorn
 
     from glm_gpu.server.app import create_app
+    from glm_gpu.server.connections import Connection
 
     pool = PagePool(cache_layout(engine.config, is_kv_bf16), limits.num_contexts * engine.context)
     conversations = None
@@ -131,6 +132,7 @@ def serve(
     app = create_app(engine, scheduler, settings, on_ready)
     config = uvicorn.Config(
         app,
+        http=Connection,
         log_config=None,
         access_log=False,
         server_header=False,

@@ -15,7 +15,7 @@ class ServerSettings:
         max_body_bytes: of a request.
         max_connections: requests being answered at once, streams included.
         keep_alive_s: after so long without data a stream gets a comment.
-        body_timeout_s: longest wait for the next part of a request's body.
+        body_timeout_s: longest wait for a request's body, and a second more for each 20 kB of it.
         max_choices: greatest `n`, and prompts of one completion request.
     """
 

@@ -1,0 +1,37 @@
+"""Connections whose requests never begin: who opens one and dawdles over the headers is cut off."""
+
+import asyncio
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+# Any client sends its headers in one piece.
+HEADERS_TIMEOUT_S = 15.0
+
+
+class Connection(H11Protocol):
+    """uvicorn's protocol, which by itself waits for headers for ever; then a few hundred connections fill a server."""
+
+    headers_timeout_s = HEADERS_TIMEOUT_S
+    _headers_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._watch(is_waiting=True)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        # between requests nothing is awaited: that is what the time for kept-alive connections is for
+        self._watch(is_waiting=self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0]))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._watch(is_waiting=False)
+        super().connection_lost(exc)
+
+    def _watch(self, is_waiting: bool) -> None:
+        if not is_waiting and self._headers_timer is not None:
+            self._headers_timer.cancel()
+            self._headers_timer = None
+        elif is_waiting and self._headers_timer is None:
+            self._headers_timer = self.loop.call_later(self.headers_timeout_s, self.transport.close)
