@@ -6,9 +6,50 @@
 import numpy as np
 
 from glm_gpu.kernels import cpu
+from glm_gpu.kernels.attention import attend_latent
 from glm_gpu.kernels.lanes import widen
 from glm_gpu.kernels.matmul import ACTIVATIONS, matmul
 from glm_gpu.quant import QuantizedMatrix, unpack
+
+# Up to so many rows one call does all three steps: between calls Python finds its own code evicted from the caches.
+# With more rows that no longer counts, and scratch memory that no plan knows of would.
+_ROWS_AT_ONCE = 8
+
+
+def attend_absorbed(
+    q_nope: np.ndarray,
+    q_rope: np.ndarray,
+    kv_b: QuantizedMatrix,
+    cache: np.ndarray,
+    rows: np.ndarray | None,
+    counts: np.ndarray,
+    scale: np.float32,
+    activations: str = "int16",
+) -> np.ndarray:
+    """`absorb_query`, `attend_latent` over the absorbed query beside the rotated one, `expand_value`: the same bits.
+
+    Args:
+        q_nope, q_rope: [T, H, N] and [T, H, P] f32, the two parts of the query, the second rotated.
+        kv_b: [H * (N + A), R].
+        cache: [S, R + P] f32, or uint16 holding bfloat16.
+        rows, counts, scale: as in attend_latent.
+        activations: as in expand_value.
+
+    Returns:
+        [T, H, A] f32.
+    """
+    num_rows, num_heads, nope_dim = q_nope.shape
+    value_dim = kv_b.shape[0] // num_heads - nope_dim
+    if cpu.active and num_rows <= _ROWS_AT_ONCE:
+        out = np.empty((num_rows, num_heads, value_dim), np.float32)
+        rows = None if rows is None else np.ascontiguousarray(rows, np.int32)
+        counts = np.ascontiguousarray(counts, np.int32)
+        arguments = cache, rows, counts, scale, ACTIVATIONS.index(activations), out
+        cpu.active.attend_absorbed(np.ascontiguousarray(q_nope), q_rope, *kv_b.arguments, *arguments)
+        return out
+    queries = np.concatenate([absorb_query(q_nope, kv_b, value_dim), q_rope], axis=2)  # [T, H, R + P]
+    mixed = attend_latent(queries, cache, kv_b.shape[1], rows, counts, scale)
+    return expand_value(mixed, kv_b, nope_dim, activations)
 
 
 def absorb_query(q: np.ndarray, kv_b: QuantizedMatrix, value_dim: int) -> np.ndarray:

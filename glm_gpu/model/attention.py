@@ -4,7 +4,7 @@ import numpy as np
 
 from glm_gpu.batch import Batch
 from glm_gpu.config import ModelConfig
-from glm_gpu.kernels.absorb import absorb_query, expand_value
+from glm_gpu.kernels.absorb import absorb_query, attend_absorbed, expand_value
 from glm_gpu.kernels.attention import attend_explicit, attend_latent
 from glm_gpu.kernels.matmul import matmul, matmuls
 from glm_gpu.kernels.norm import rms_norm
@@ -43,7 +43,7 @@ def latent_attention(
 
     Source: DeepSeek-V2 report, multi-head latent attention; `glm_moe_dsa`.
     """
-    num_heads, nope, value = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim
+    num_heads, nope = config.num_attention_heads, config.qk_nope_head_dim
     rank, activations = config.kv_lora_rank, numerics.activations
     cos, sin = rope
     of_h = [weights.q_a, weights.kv_a]
@@ -65,14 +65,33 @@ def latent_attention(
     if numerics.explicit_prefill and batch.phase == "prefill":
         heads = _attend_expanded(q_nope, q_rope, weights.kv_b, config, batch, layer, selections, scale, activations)
     else:
-        queries = np.concatenate([absorb_query(q_nope, weights.kv_b, value), q_rope], axis=2)  # [T, H, R + P]
-        mixed = []  # one a span, [its rows, H, R] each
-        for span, selection in zip(batch.spans, selections, strict=True):
-            cached = span.cache.read(layer, "latent", span.cached_stop)
-            mixed.append(attend_latent(queries[span.rows], cached, rank, selection.rows, selection.counts, scale))
-        heads = mixed[0] if len(mixed) == 1 else np.concatenate(mixed)
-        heads = expand_value(heads, weights.kv_b, nope, activations)  # [T, H, A]
+        heads = _attend_absorbed(q_nope, q_rope, weights.kv_b, batch, layer, selections, scale, activations)
     return matmul(heads.reshape(len(h), -1), weights.output, activations), selections
+
+
+def _attend_absorbed(
+    q_nope: np.ndarray,
+    q_rope: np.ndarray,
+    kv_b: QuantizedMatrix,
+    batch: Batch,
+    layer: int,
+    selections: list[Selection],
+    scale: np.float32,
+    activations: str,
+) -> np.ndarray:
+    """The absorbed form, with kv_b read once for all sequences. [T, H, A] f32."""
+    caches = [span.cache.read(layer, "latent", span.cached_stop) for span in batch.spans]
+    if len(caches) == 1:
+        (chosen,) = selections
+        return attend_absorbed(q_nope, q_rope, kv_b, caches[0], chosen.rows, chosen.counts, scale, activations)
+    num_heads, nope = q_nope.shape[1:]
+    absorbed = absorb_query(q_nope, kv_b, kv_b.shape[0] // num_heads - nope)
+    queries = np.concatenate([absorbed, q_rope], axis=2)  # [T, H, R + P]
+    mixed = [
+        attend_latent(queries[span.rows], cached, kv_b.shape[1], chosen.rows, chosen.counts, scale)
+        for span, cached, chosen in zip(batch.spans, caches, selections, strict=True)
+    ]
+    return expand_value(np.concatenate(mixed), kv_b, nope, activations)
 
 
 def _attend_expanded(

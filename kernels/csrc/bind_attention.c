@@ -1,5 +1,7 @@
-#include "bind.h"
-#include "dispatch.h"
+#include "bind_matrix.h"
+
+#include <stdlib.h>
+#include <string.h>
 
 /* Every position a token sees must exist; rows may be absent, then tokens see positions 0 .. counts[t]-1. */
 static bool check_rows(struct attention *a, const struct array *rows, const struct array *counts, Py_ssize_t size) {
@@ -68,6 +70,90 @@ static PyObject *py_attend_latent(PyObject *self, PyObject *const *args, Py_ssiz
     Py_RETURN_NONE;
 }
 
+struct absorbed {
+    const float *q_nope, *q_rope; /* [T, H, nope], [T, H, rope] */
+    struct matrix kv_b;           /* [H * (nope + value), rank] */
+    int nope, rope, rank, value;
+    enum mode mode;
+    float *out; /* [T, H, value] */
+};
+
+/* Three kernels one after the other; 0, or -1 without memory. */
+static int run_absorbed(const struct absorbed *b, struct attention *a) {
+    const size_t num_heads = (size_t)a->num_tokens * a->num_heads;
+    float *latent = malloc(num_heads * b->rank * sizeof *latent); /* absorbed queries, later attended latents */
+    float *queries = malloc(num_heads * (b->rank + b->rope) * sizeof *queries);
+    int failed = latent && queries ? 0 : -1;
+    if (!failed)
+        failed = active->absorb_query(b->q_nope, a->num_tokens, a->num_heads, b->nope, &b->kv_b, b->nope + b->value, latent);
+    if (!failed) {
+        for (size_t head = 0; head < num_heads; head++) {
+            float *query = queries + head * (b->rank + b->rope);
+            memcpy(query, latent + head * b->rank, b->rank * sizeof *query);
+            memcpy(query + b->rank, b->q_rope + head * b->rope, b->rope * sizeof *query);
+        }
+        a->q = queries;
+        a->out = latent;
+        failed = active->attend(a);
+    }
+    if (!failed)
+        failed = active->expand_value(latent, a->num_tokens, a->num_heads, &b->kv_b, b->nope + b->value, b->nope,
+                                      b->mode, b->out);
+    free(latent);
+    free(queries);
+    return failed;
+}
+
+/* attend_absorbed(q_nope, q_rope, bits, group, data, scales, cache, rows, counts, scale, activations, out) */
+static PyObject *py_attend_absorbed(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    struct array q_nope = {0}, q_rope = {0}, cache = {0}, rows = {0}, counts = {0}, out = {0};
+    struct matrix_arrays arrays = {0};
+    struct absorbed b = {0};
+    struct attention a = {0};
+    double scale;
+    bool ok = num_arguments("attend_absorbed", nargs, 8 + MATRIX_ARGUMENTS) &&
+              array_read(&q_nope, args[0], "q_nope", "f", 3) && array_read(&q_rope, args[1], "q_rope", "f", 3) &&
+              array_size(&q_rope, "q_rope", 0, q_nope.shape[0]) && array_size(&q_rope, "q_rope", 1, q_nope.shape[1]) &&
+              array_read(&cache, args[6], "cache", "fH", 2) && read_rows(&rows, args[7]) &&
+              array_read(&counts, args[8], "counts", "i", 1) && float_argument(args[9], &scale) &&
+              mode_argument(args[10], &b.mode) && array_write(&out, args[11], "out", "f", 3) &&
+              array_size(&out, "out", 0, q_nope.shape[0]) && array_size(&out, "out", 1, q_nope.shape[1]);
+    if (ok && (q_nope.shape[1] < 1 || cache.shape[1] <= q_rope.shape[2])) {
+        PyErr_Format(PyExc_ValueError, "cache: found rows of %zd values for %zd heads, expected latents before %zd of rope",
+                     cache.shape[1], q_nope.shape[1], q_rope.shape[2]);
+        ok = false;
+    }
+    if (ok) {
+        b.nope = (int)q_nope.shape[2], b.rope = (int)q_rope.shape[2], b.value = (int)out.shape[2];
+        b.rank = (int)(cache.shape[1] - q_rope.shape[2]);
+        b.q_nope = q_nope.data, b.q_rope = q_rope.data, b.out = out.data;
+        ok = matrix_arguments(&b.kv_b, &arrays, args + 2, b.rank) &&
+             array_size(&arrays.data, "kv_b", 0, q_nope.shape[1] * (q_nope.shape[2] + out.shape[2]));
+    }
+    if (ok) {
+        int width = (int)cache.shape[1];
+        a = (struct attention){
+            .keys = cache.data, .values = cache.data, .key_stride = width, .value_stride = width,
+            .is_bf16 = cache.type == 'H', .num_tokens = (int)q_nope.shape[0], .num_heads = (int)q_nope.shape[1],
+            .num_kv_heads = 1, .key_width = width, .value_width = b.rank, .scale = (float)scale,
+        };
+        ok = check_rows(&a, &rows, &counts, cache.shape[0]);
+    }
+    if (ok && a.num_tokens > 0) {
+        int failed;
+        Py_BEGIN_ALLOW_THREADS
+        failed = run_absorbed(&b, &a);
+        Py_END_ALLOW_THREADS
+        if (failed) PyErr_NoMemory();
+        ok = !failed;
+    }
+    array_release(&q_nope), array_release(&q_rope), array_release(&cache), array_release(&rows);
+    array_release(&counts), array_release(&out), matrix_release(&arrays);
+    if (!ok) return NULL;
+    Py_RETURN_NONE;
+}
+
 static PyObject *py_attend_explicit(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
     struct array q = {0}, keys = {0}, values = {0}, rows = {0}, counts = {0}, out = {0};
@@ -105,6 +191,8 @@ static PyObject *py_attend_explicit(PyObject *self, PyObject *const *args, Py_ss
 
 PyMethodDef attention_methods[] = {
     METHOD(attend_latent, "attend_latent(q, cache, rows, counts, scale, out)"),
+    METHOD(attend_absorbed,
+           "attend_absorbed(q_nope, q_rope, bits, group, data, scales, cache, rows, counts, scale, activations, out)"),
     METHOD(attend_explicit, "attend_explicit(q, keys, values, rows, counts, scale, out)"),
     {NULL, NULL, 0, NULL},
 };

@@ -1,17 +1,9 @@
 /* Python functions of the products: matmul, matmuls, mlp, expert_ffn, absorb_query, expand_value. */
-#include "bind.h"
-#include "dispatch.h"
+#include "bind_matrix.h"
 
 #include <stdlib.h>
 
-/* What a weight is, from four arguments: bits, group (0 for none), data, scales (None for plain numbers). */
-#define MATRIX_ARGUMENTS 4
-
-struct matrix_arrays {
-    struct array data, scales;
-};
-
-static void matrix_release(struct matrix_arrays *arrays) {
+void matrix_release(struct matrix_arrays *arrays) {
     array_release(&arrays->data);
     array_release(&arrays->scales);
 }
@@ -29,7 +21,7 @@ static bool kind_arguments(PyObject *bits_object, PyObject *group_object, enum k
     return true;
 }
 
-static bool matrix_arguments(struct matrix *w, struct matrix_arrays *arrays, PyObject *const *args, int columns) {
+bool matrix_arguments(struct matrix *w, struct matrix_arrays *arrays, PyObject *const *args, int columns) {
     static const char *const types[] = {"f", "H", "B", "B", "B"};
     *w = (struct matrix){.columns = columns};
     if (!kind_arguments(args[0], args[1], &w->kind, &w->scale_group)) return false;
@@ -46,7 +38,7 @@ static bool matrix_arguments(struct matrix *w, struct matrix_arrays *arrays, PyO
            array_size(&arrays->scales, "weight scales", 1, scales_per_row(w));
 }
 
-static bool mode_argument(PyObject *object, enum mode *mode) {
+bool mode_argument(PyObject *object, enum mode *mode) {
     int value;
     if (!int_argument(object, "activations", MODE_INT16, MODE_F32, &value)) return false;
     *mode = (enum mode)value;

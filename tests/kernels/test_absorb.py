@@ -4,7 +4,7 @@ from product_weights import IMPLEMENTATIONS, random_activations, random_matrix
 
 from glm_gpu import quant
 from glm_gpu.kernels import cpu
-from glm_gpu.kernels.absorb import absorb_query, expand_value
+from glm_gpu.kernels.absorb import absorb_query, attend_absorbed, expand_value
 from glm_gpu.kernels.matmul import ACTIVATIONS
 
 HEADS, NOPE, VALUE = 3, 5, 7
@@ -44,6 +44,25 @@ def test_expanded_values_have_the_bits_of_the_specification(compiled, format_nam
         np.testing.assert_array_equal(out, expected, err_msg=f"{tokens} tokens, {columns} columns")
 
 
+@pytest.mark.parametrize("compiled", IMPLEMENTATIONS)
+@pytest.mark.parametrize("format_name", ["f32", "bf16", "int8", "int4_g64"])
+@pytest.mark.parametrize("tokens", [1, 3, 8, 9])
+def test_absorbed_attention_is_its_three_steps(compiled, format_name, tokens):
+    rng = np.random.default_rng(4)
+    rank, rope, cached = 66, 10, 21
+    kv_b = random_matrix(rng, format_name, HEADS * (NOPE + VALUE), rank)
+    q_nope, q_rope = random_activations(rng, tokens, HEADS, NOPE), random_activations(rng, tokens, HEADS, rope)
+    cache = quant.f32_to_bf16(random_activations(rng, cached, rank + rope))
+    counts = rng.integers(1, 8, tokens).astype(np.int32)
+    chosen = np.sort([rng.permutation(cached)[:7] for _ in range(tokens)], axis=-1).reshape(tokens, 7).astype(np.int32)
+    for rows in (None, chosen):
+        with cpu.use("numpy"):
+            expected = attend_absorbed(q_nope, q_rope, kv_b, cache, rows, counts, np.float32(0.3))
+        with cpu.use(compiled):
+            found = attend_absorbed(q_nope, q_rope, kv_b, cache, rows, counts, np.float32(0.3))
+        np.testing.assert_array_equal(found, expected)
+
+
 @pytest.mark.parametrize("name", cpu.available())
 @pytest.mark.parametrize("format_name", ["f32", "int8", "int4_g64"])
 def test_scores_in_latent_space_equal_scores_of_explicit_keys(name, format_name):
@@ -78,3 +97,17 @@ def test_bad_arguments_raise():
         cpu.active.absorb_query(q, *kv_b.arguments, VALUE, out[:, :, :63].copy())
     with pytest.raises(ValueError):
         cpu.active.expand_value(o[:, :2].copy(), *kv_b.arguments, NOPE, 0, values)
+    cache, counts = np.zeros((4, 64 + 8), np.float32), np.array([1, 4], np.int32)
+    parts, rope = kv_b.arguments, np.zeros((2, HEADS, 8), np.float32)
+    call = cpu.active.attend_absorbed
+    call(q, rope, *parts, cache, None, counts, 1.0, 0, values)
+    for arguments in [
+        (q, rope[:1], *parts, cache, None, counts, 1.0, 0, values),
+        (q, rope, *parts, cache[:, :8].copy(), None, counts, 1.0, 0, values),
+        (q, rope, *parts, cache[:, :71].copy(), None, counts, 1.0, 0, values),
+        (q, rope, *parts, cache[:3], None, counts, 1.0, 0, values),
+        (q, rope, *parts, cache, None, counts, 1.0, 3, values),
+        (q, rope, *parts, cache, None, counts, 1.0, 0, values[:, :, :-1].copy()),
+    ]:
+        with pytest.raises(ValueError):
+            call(*arguments)
