@@ -50,6 +50,9 @@ class Scheduler:
         max_rows: most rows of prompts in one pass.
         conversations: where beginnings may be found that are not in memory.
         make_speculator: drafts for a sequence of at most so many tokens, all by one policy; None for no drafts.
+
+    Attributes:
+        after_step: called on the scheduler's thread when all listeners were told of a step.
     """
 
     def __init__(
@@ -70,6 +73,7 @@ class Scheduler:
         self.beginnings = Beginnings(pool, conversations)
         self.tree = self.beginnings.tree
         self.counts = Counts()
+        self.after_step: Callable[[], None] = lambda: None
         self._model = model
         self._make_speculator = make_speculator
         self._pace = Pace(max_rows)
@@ -167,6 +171,7 @@ class Scheduler:
                 log.exception("a pass failed outside the model; its requests are ended")
                 for job in self._running.copy():
                     self._end(job, "error", error)
+            self.after_step()
 
     def _drop_ended(self) -> None:
         with self._changed:

@@ -56,7 +56,9 @@ def create_app(
     app.add_middleware(Guard, settings=settings, active=active)
     for kind in (ApiError, RequestValidationError, HTTPException, GlmGpuError, OSError, MemoryError, Exception):
         app.add_exception_handler(kind, respond)
-    server = _Server(engine, scheduler, settings, Asker(engine, settings), Deliveries())
+    deliveries = Deliveries()
+    scheduler.after_step = deliveries.send
+    server = _Server(engine, scheduler, settings, Asker(engine, settings), deliveries)
     _add_openai(app, server)
     _add_anthropic(app, server)
     _add_tokens(app, server)

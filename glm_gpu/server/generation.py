@@ -125,26 +125,29 @@ class _Choice:
 
 
 class Deliveries:
-    """Carries events from the scheduler's thread to the server's loop, woken once for all that came meanwhile.
+    """Carries events from the scheduler's thread to the server's loop, which is woken once for all of a pass.
 
-    A pass gives every running answer a token, and to wake the loop costs more than to hand a token over.
+    Woken at the first token, the loop would take the interpreter from the scheduler before the others are chosen.
     """
 
     def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: deque[tuple[Callable[[int, Event], None], int, Event]] = deque()
-        self._is_due = False
 
-    def post(
-        self, loop: asyncio.AbstractEventLoop, arrive: Callable[[int, Event], None], index: int, event: Event
-    ) -> None:
-        """Call `arrive` on the loop. The loop is closed only when the server ends, and then nobody waits."""
+    def post(self, arrive: Callable[[int, Event], None], index: int, event: Event) -> None:
+        """Call `arrive` on the loop, after the next `send`."""
         self._waiting.append((arrive, index, event))
-        if not self._is_due and not loop.is_closed():
-            self._is_due = True
-            loop.call_soon_threadsafe(self._deliver)
+
+    def receive_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Deliver on this loop from here on."""
+        self._loop = loop
+
+    def send(self) -> None:
+        """Wake the loop for what was posted. It is closed only when the server ends, and then nobody waits."""
+        if self._waiting and self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        self._is_due = False  # before the first is taken: what is appended from here on is seen below or called for
         while self._waiting:
             arrive, index, event = self._waiting.popleft()
             arrive(index, event)
@@ -170,12 +173,12 @@ class Generation:
         Raises:
             RequestError, OverloadedError: as `Scheduler.submit`.
         """
-        loop = asyncio.get_running_loop()
+        deliveries.receive_on(asyncio.get_running_loop())
         generation = cls(len(requests), [reader for _, reader in requests])
 
         try:
             for index, (request, reader) in enumerate(requests):
-                post = partial(deliveries.post, loop, generation._arrive, index)
+                post = partial(deliveries.post, generation._arrive, index)
                 generation.jobs.append(scheduler.submit(request, _Choice(reader, post)))
         except BaseException:
             generation.cancel()
