@@ -174,7 +174,7 @@ def serve(
     threads: Threads = None,
     clients: Clients = 16,
     seconds: Seconds = 4.0,
-    prompt: Prompt = 512,
+    prompt: Prompt = 64,
     quick: Quick = False,
     as_json: opt.Json = False,
 ) -> None:

@@ -118,3 +118,8 @@ def test_on_numpy_parts_hold_all_of_their_time(engine):
         seconds = answer(engine)[1]["decode"]["seconds"]
     assert "Python within passes" not in seconds and seconds["attention"] > 0
     assert pass_profile.PARTS[1] == "attention"
+
+
+def test_a_model_on_devices_is_not_profiled_and_the_message_says_what_to_do(invoke):
+    code, out, err = invoke("run", "And", "--max-tokens", 1, "--device", "sim:1", "--profile")
+    assert (code, out) == (2, "") and "--device cpu" in err

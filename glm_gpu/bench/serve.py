@@ -61,7 +61,7 @@ def measure_serve(
         prompt_tokens: of the prompt whose computing other answers must live with.
 
     Raises:
-        DeviceError: the server does not start.
+        DeviceError: the server does not start, or is too slow for these windows.
     """
     options, part = EngineOptions(threads=threads, context=512, speculate="off"), model_part("serve", path)
     with Engine.open(path, options) as engine:
@@ -72,6 +72,8 @@ def measure_serve(
         limit = Limit(alone, "the engine without a server")
         # in turns, for a machine's speed may change while it is measured
         pairs = [tuple(throughput(address, vocab_size, n, window_s) for n in (1, 8)) for _ in range(WINDOWS)]
+        if not all(one for one, _ in pairs):
+            raise DeviceError(f"the server gave no token in {window_s:g} s; give more --seconds")
         part.add("1 client", (one for one, _ in pairs), "tok/s", limit)
         gain = statistics.median(eight / one for one, eight in pairs)
         part.add("8 clients", (eight for _, eight in pairs), "tok/s", gain=gain)
@@ -86,7 +88,7 @@ def measure_serve(
             beside_p99_ms=1e3 * _quantile(beside_s, 0.99),
         )  # fmt: skip
         before = process_facts(pid)
-        load = mixed_load(address, vocab_size, num_clients, load_s)
+        load = mixed_load(address, vocab_size, num_clients, load_s, min(300, prompt_tokens))
         time.sleep(1.0)
         found = status(address)
         part.add(
@@ -197,10 +199,17 @@ def _quantile(values: list[float], share: float) -> float:
     return ranked[min(int(share * len(ranked)), len(ranked) - 1)] if ranked else 0.0
 
 
-def mixed_load(address: Address, vocab_size: int, num_clients: int, seconds: float) -> Load:
-    """Clients of all kinds, one in five of whom leaves; whoever stays compares with the answer given alone."""
+def mixed_load(address: Address, vocab_size: int, num_clients: int, seconds: float, longest: int) -> Load:
+    """Clients of all kinds, one in five of whom leaves; whoever stays compares with the answer given alone.
+
+    Args:
+        longest: tokens of the longest of four lengths of prompts.
+    """
     rng, found = random.Random(1), Load()
-    bodies = [body(rng, vocab_size, rng.choice([3, 10, 40, 300]), rng.choice([4, 16, 48])) for _ in range(12)]
+    bodies = [
+        body(rng, vocab_size, rng.choice([3, 10, min(40, longest), longest]), rng.choice([4, 16, 48]))
+        for _ in range(12)
+    ]
     alone = ["".join(text for _, text in ask(address, each)) for each in bodies]
     end = time.perf_counter() + seconds
 
@@ -209,16 +218,21 @@ def mixed_load(address: Address, vocab_size: int, num_clients: int, seconds: flo
         while time.perf_counter() < end:
             which = rng.randrange(len(bodies))
             leaves_after = 1 + rng.randrange(3) if rng.random() < 0.2 else None
+            pieces = []
             try:
-                pieces = [text for _, text in itertools.islice(ask(address, bodies[which]), leaves_after)]
+                for _, text in itertools.islice(ask(address, bodies[which]), leaves_after):
+                    if time.perf_counter() > end:
+                        return  # which leaves too
+                    found.count(tokens=1)
+                    pieces.append(text)
             except Refused:
                 found.count(refused=1)
                 time.sleep(0.5)
                 continue
-            is_in_time = time.perf_counter() < end
-            found.count(tokens=len(pieces) if is_in_time else 0, left=leaves_after is not None)
             if leaves_after is None:
                 found.count(ended=1, differed="".join(pieces) != alone[which])
+            else:
+                found.count(left=1)
 
     in_threads(num_clients, client)
     return found
