@@ -8,7 +8,7 @@ import pytest
 
 from glm_gpu import pass_profile
 from glm_gpu.engine import Engine
-from glm_gpu.kernels import cpu
+from glm_gpu.kernels import clock, cpu
 from glm_gpu.opening import EngineOptions
 from glm_gpu.pass_profile import profile_document, profiled
 from glm_gpu.sampling import SamplingParams
@@ -20,10 +20,14 @@ needs_extension = pytest.mark.skipif(cpu.active is None, reason="kernels are tol
 
 
 class SlowKernel:
-    """The extension with one kernel that naps first."""
+    """The extension with one kernel that takes a second, on a clock that nothing else moves."""
 
     def __init__(self, extension, name: str) -> None:
+        self.now = 0.0
         self._extension, self._name = extension, name
+
+    def perf_counter(self) -> float:
+        return self.now
 
     def __getattr__(self, name: str):
         function = getattr(self._extension, name)
@@ -31,7 +35,7 @@ class SlowKernel:
             return function
 
         def slow(*arguments):
-            time.sleep(NAP_S)
+            self.now += 1.0
             return function(*arguments)
 
         return slow
@@ -68,17 +72,24 @@ def test_lines_add_up_to_the_wall_time_of_each_phase(engine):
 
 @needs_extension
 @pytest.mark.parametrize(
-    ("kernel", "line"),
+    ("kernel", "part"),
     [("attend_latent", "attention"), ("route", "router"), ("expert_ffn", "experts"), ("mlp", "shared expert")],
 )
-def test_a_slow_kernel_shows_on_its_part_alone(engine, monkeypatch, kernel, line):
-    plain = answer(engine)[1]["decode"]["seconds"]
-    monkeypatch.setattr(cpu, "active", SlowKernel(cpu.active, kernel))
-    slow = answer(engine)[1]["decode"]["seconds"]
-    naps_s = NAP_S * (NUM_TOKENS - 1) * len(engine.config.sparse_layers)
-    grown = {name: slow[name] - plain.get(name, 0.0) for name in slow}
-    assert sum(grown_s for name, grown_s in grown.items() if name.startswith(line)) > 0.9 * naps_s
-    assert max(grown_s for name, grown_s in grown.items() if not name.startswith(line)) < 0.5 * naps_s
+def test_the_time_of_a_kernel_is_its_parts_and_no_others(engine, monkeypatch, kernel, part):
+    slow = SlowKernel(cpu.active, kernel)
+    monkeypatch.setattr(cpu, "active", slow)
+    for module in (pass_profile, clock):
+        monkeypatch.setattr(module, "time", slow)
+    with profiled(engine) as phases:
+        list(engine.session().generate(PROMPT, SamplingParams(temperature=0.0), NUM_TOKENS, ignore_eos=True))
+    found = phases["decode"]
+    num_dense = engine.config.num_hidden_layers - len(engine.config.sparse_layers)
+    layers = {"attention": engine.config.num_hidden_layers}.get(part, len(engine.config.sparse_layers))
+    wanted = {part: float(found.num_passes * layers)}
+    if kernel == "mlp":
+        wanted["MLP"] = float(found.num_passes * num_dense)
+    assert {name: part_s for name, part_s in found.kernel_s.items() if part_s} == wanted
+    assert (found.wait_s, found.python_s, found.pass_s) == (0.0, 0.0, sum(wanted.values()))
 
 
 def test_waiting_for_a_slow_disk_is_waiting(monkeypatch):
@@ -118,8 +129,3 @@ def test_on_numpy_parts_hold_all_of_their_time(engine):
         seconds = answer(engine)[1]["decode"]["seconds"]
     assert "Python within passes" not in seconds and seconds["attention"] > 0
     assert pass_profile.PARTS[1] == "attention"
-
-
-def test_a_model_on_devices_is_not_profiled_and_the_message_says_what_to_do(invoke):
-    code, out, err = invoke("run", "And", "--max-tokens", 1, "--device", "sim:1", "--profile")
-    assert (code, out) == (2, "") and "--device cpu" in err
