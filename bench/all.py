@@ -114,6 +114,8 @@ PARTS: dict[str, Callable[[Run], None]] = {
     "startup": lambda run: run.script("startup.py", 2 if run.is_quick else 9),
     "quality": with_demo("quality"),
     "rounding": with_demo("rounding", ("--widths", "2/2/0")),
+    "machines": lambda run: run.script("machines.py"),
+    "published": lambda run: run.script("published.py"),
     "predict": lambda run: run.script("predict.py", run.slice(), *(["--tokens", 8] if run.is_quick else [])),
 }
 

@@ -144,7 +144,43 @@ def startup(documents: Sequence[dict]) -> str:
     return table(["", "median", "budget"], rows)
 
 
+def predict(documents: Sequence[dict]) -> str:
+    """Predicted against measured decode of a slice."""
+    rows = []
+    for row in documents[0]["rows"]:
+        predicted = row["predicted"]
+        low, high = row["measured_spread"]
+        measured = f"{number(row['measured_tok_s'])} tok/s ({number(low)} to {number(high)})"
+        off = f"{row['predicted_over_measured'] - 1:+.0%}"
+        cells = [f"{number(predicted['tok_s'])} tok/s", off, predicted["bottleneck"]]
+        rows.append([row["budget"], f"{row['expert_slots']} of {row['experts']}", measured, *cells])
+    return table(["", "experts in memory", "measured", "predicted", "off", "bound by"], rows)
+
+
+def published(documents: Sequence[dict]) -> str:
+    """Published measurements of other engines, through the same cost model with their parameters."""
+    rows = [
+        [row["name"], f"{row['engine']}, {row['model']}", f"{row['published_tok_s']:g} tok/s",
+         f"{number(row['predicted_tok_s'])} tok/s", f"{row['off']:+.0%}", f"{row['kind']}; {row['source']}"]
+        for row in documents[0]["rows"]
+    ]  # fmt: skip
+    return table(["machine", "engine, model", "published", "predicted", "off", "what it is for; source"], rows)
+
+
+def machines(documents: Sequence[dict]) -> str:
+    """GLM-5.2 on the described machines."""
+    rows = []
+    for found in documents[0]["machines"]:
+        prediction = found["prediction"]
+        where = ", ".join(f"{tier['num_experts']:,} in {tier['name']}" for tier in found["tiers"])
+        decode = f"{number(prediction['tok_s'])} tok/s, bound by {prediction['decode']['bottleneck']}"
+        first = f"{number(prediction['first_token_s'])} s behind {prediction['prompt_tokens']} tokens"
+        rows.append([f"`{found['machine']['name']}`", where, decode, first])
+    return table(["machine", "experts", "decode", "first token"], rows)
+
+
 _KINDS = {"bible": "scripture"}
 TABLES: dict[str, Callable[[Sequence[dict]], str]] = {
     "convert_rtn": convert, "policies": policies, "quality": quality, "rounding": rounding, "startup": startup,
+    "predict": predict, "published": published, "machines": machines,
 }  # fmt: skip

@@ -59,7 +59,8 @@ def everything(
     """Measure what this machine does with GLM-5.2, before anything is downloaded.
 
     All parts, each in a process of its own, in about five minutes: reading experts, kernels, decode, prefill, the
-    same with less and less memory, and the server. Each figure stands beside the limit that was measured with it.
+    same with less and less memory, and the server. Each figure stands beside the limit that was measured with it;
+    at the end comes what they predict for the whole model.
     """
     if context.invoked_subcommand is not None:
         return
@@ -83,10 +84,31 @@ def everything(
                 found = documents[-1]
                 report.result(f"{name}   {found['error']}" if "error" in found else report_bench.part_text(found))
                 report.result("")
+    whole = _whole_model(documents, as_json)
     if as_json:
-        report.document({"parts": documents})
+        report.document({"parts": documents, "glm_5_2": whole})
     if failures:
         raise typer.Exit(1)
+
+
+def _whole_model(documents: list[dict], as_json: bool) -> dict | None:
+    """What the parts say about all of GLM-5.2, printed unless it is for JSON; None where they do not suffice."""
+    from glm_gpu.bench.summary import measured_machine, whole_model
+    from glm_gpu.errors import CapacityError
+    from glm_gpu.report_predict import simulation_document, simulation_text
+
+    machine = measured_machine(documents)
+    if machine is None:
+        report.note("no prediction for GLM-5.2: it needs rates of disk and memory")
+        return None
+    try:
+        found = whole_model(machine)
+    except CapacityError as error:
+        report.note(f"GLM-5.2 does not run here: {error}")
+        return None
+    if not as_json:
+        report.result("GLM-5.2, all of it, predicted from these rates\n" + simulation_text(machine, found))
+    return simulation_document(machine, found)
 
 
 def io(

@@ -134,12 +134,30 @@ def test_all_parts_run_one_after_the_other_and_one_that_fails_spoils_none(invoke
     monkeypatch.setattr(process, "own_document", document)
     code, out, _ = invoke("bench", "--quick", "--threads", 2, "--model", DEMO_MODEL, "--json")
     parts = json.loads(out)["parts"]
-    assert code == 1
+    assert code == 1 and json.loads(out)["glm_5_2"] is None
     assert [part["bench"] for part in parts] == ["io", "kernels", "decode", "prefill", "tiers", "serve"]
     assert parts[3] == {"bench": "prefill", "error": "no C extension"}
     assert asked[2] == ("bench", "decode", "--json", "--model", str(DEMO_MODEL), "--threads", "2", "--quick")
     code, out, _ = invoke("bench", "--model", DEMO_MODEL)
     assert code == 1 and "prefill   no C extension" in out and "tiers   a slice" in out
+
+
+def test_the_sum_is_a_prediction_for_all_of_glm_bound_by_what_was_measured(invoke, monkeypatch):
+    def document(*words):
+        part = Part(words[1], "a slice")
+        if words[1] == "io":
+            part.add("disk", [0.5], "GB/s", is_disk=True, depth=1, expert_bytes=21_000_000)
+        if words[1] == "kernels":
+            part.add("matmul", [20.0], "GB/s", Limit(30.0, "memory read"))
+            part.add("matmul, many tokens", [100.0], "GMAC/s", Limit(150.0, "int16 products"))
+        return part.document()
+
+    monkeypatch.setattr(process, "own_document", document)
+    found = json.loads(invoke("bench", "--model", DEMO_MODEL, "--json")[1])["glm_5_2"]
+    assert found["machine"]["disk_gb_s"] == 0.5 and found["machine"]["memory_gb_s"] == 30.0
+    assert found["prediction"]["decode"]["bottleneck"] == "disk" and 0 < found["prediction"]["tok_s"] < 1
+    code, out, _ = invoke("bench", "--model", DEMO_MODEL)
+    assert code == 0 and "GLM-5.2, all of it" in out and "bound by disk" in out
 
 
 def test_a_part_in_a_process_of_its_own_gives_its_document_or_its_error():
