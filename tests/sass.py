@@ -6,7 +6,7 @@ import tempfile
 from collections import Counter
 from dataclasses import dataclass
 
-from glm_gpu.kernels.cubins import Cubin, bundled_tool
+from glm_gpu.kernels.cubins import Cubin, Specialization, bundled_tool, compile_kernel
 
 # An instruction behind its address and predicate; a place that can be jumped to; a jump.
 _INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P[T\d]+\s+)?([A-Z0-9_.]+)")
@@ -31,6 +31,14 @@ class Code:
     def count(self, pattern: str) -> int:
         """Instructions whose name matches."""
         return sum(number for name, number in self.instructions.items() if re.match(pattern, name))
+
+
+def compile_one(specialization: Specialization, arch: int) -> tuple[int, Specialization, Code, int, list[int]]:
+    """A kernel compiled: its architecture, itself, its code, its bytes of shared memory, bits of each parameter."""
+    compiled = compile_kernel(specialization, arch)
+    head = compiled.ptx.split(".entry", 1)[1].split(")", 1)[0]
+    parameters = [int(bits) for bits in re.findall(r"\.param\s+\.[bufs](\d+)", head)]
+    return arch, specialization, disassemble(compiled.cubin), compiled.cubin.shared_bytes, parameters
 
 
 def disassemble(cubin: Cubin) -> Code:
