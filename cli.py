@@ -50,6 +50,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 def _exit_code(args: list[str]) -> int:
     shared = opt.Shared()
+    report.allow_any_letters()
     try:
         code = app(args or ["--help"], prog_name="glm-gpu", standalone_mode=False, obj=shared) or 0
         sys.stdout.flush()
@@ -70,7 +71,7 @@ def _message(error: Exception) -> str:
     if isinstance(error, GlmGpuError):
         return str(error)
     if isinstance(error, OSError):
-        return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        return f"{error.filename or 'reading or writing failed'}: {error.strerror or error}"
     if isinstance(error, MemoryError):
         return "out of memory; give a smaller --context, fewer --expert-bits, or more memory"
     return f"internal error, {type(error).__name__}: {error}; run it again with --debug and report what it prints"

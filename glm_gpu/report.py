@@ -1,6 +1,7 @@
 """What the commands print: results on stdout, everything else on stderr, colour only on a terminal."""
 
 import dataclasses
+import io
 import json
 import os
 import sys
@@ -11,7 +12,15 @@ from typing import Any
 from glm_gpu.machine import peak_rss_bytes
 from glm_gpu.units import format_bytes
 
+_CONTROLS = dict.fromkeys([*range(32), *range(127, 160)], "\N{REPLACEMENT CHARACTER}")
 _STYLES = {"dim": "2", "ok": "32", "warn": "33", "fail": "31"}
+
+
+def allow_any_letters() -> None:
+    """Show what the terminal's encoding lacks as question marks, or escaped in messages, rather than fail on it."""
+    for output, errors in ((sys.stdout, "replace"), (sys.stderr, "backslashreplace")):
+        if isinstance(output, io.TextIOWrapper):
+            output.reconfigure(errors=errors)
 
 
 def stream(text: str, style: str | None = None) -> None:
@@ -28,7 +37,7 @@ def result(text: str) -> None:
 
 def document(value: Any) -> None:
     """The one JSON document of a command."""
-    result(json.dumps(value, ensure_ascii=False))
+    result(json.dumps(value, ensure_ascii=(sys.stdout.encoding or "").lower() not in ("utf-8", "utf8")))
 
 
 def screen(text: str) -> None:
@@ -44,7 +53,8 @@ def note(text: str) -> None:
 
 def error(message: object) -> None:
     """A failure, in one line however many the message has."""
-    sys.stderr.write("glm-gpu: " + " ".join(str(message).split("\n")) + "\n")
+    # a file's name or its text may hold what a terminal would obey
+    sys.stderr.write("glm-gpu: " + " ".join(str(message).split("\n")).translate(_CONTROLS) + "\n")
 
 
 @contextmanager

@@ -48,7 +48,7 @@ class Tokenizer:
                 "(until then only raw token ids can be used)"
             )
         try:
-            backend = Backend.from_file(str(path))
+            backend = Backend.from_buffer(path.read_bytes())  # not its path, which need not be UTF-8
         except Exception as error:  # the library raises the bare class
             raise CheckpointError(f"{path} is damaged ({error!s:.200}); fetch this file again") from error
         decoder = backend.decoder
