@@ -79,7 +79,12 @@ def mean_rates(before: Rates, after: Rates) -> Rates:
     def mean(of: Callable[[Rates], float]) -> float:
         return (of(before) + of(after)) / 2
 
-    host = PlaceRates(mean(lambda r: r.host.weights_gb_s), mean(lambda r: r.host.gmac_s), before.host.layer_s)
+    host = PlaceRates(
+        mean(lambda r: r.host.weights_gb_s),
+        mean(lambda r: r.host.gmac_s),
+        before.host.layer_s,
+        mean(lambda r: r.host.dense_gb_s),
+    )
     return Rates(host, mean(lambda r: r.disk_gb_s), mean(lambda r: r.read_s))
 
 
@@ -128,6 +133,7 @@ def row(args: argparse.Namespace, name: str, runs: list[Run], trace: Trace) -> d
         "measured_hit_rate": hit_rate,
         "prefetch_recall": recall,
         "kernels_gb_s": rates.host.weights_gb_s,
+        "dense_gb_s": rates.host.dense_gb_s,
         "kernels_gmac_s": rates.host.gmac_s,
         "disk_gb_s": rates.disk_gb_s,
         "read_ms": rates.read_s * 1e3,

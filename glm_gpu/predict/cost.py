@@ -29,14 +29,22 @@ class PlaceRates:
     """How fast one place computes: the host on its RAM, or a device on its own memory.
 
     Attributes:
-        weights_gb_s: packed weights that pass through the kernels while rows are few, 10^9 bytes a second.
+        weights_gb_s: packed weights that pass through the kernels while rows are few, 10^9 bytes a second; of experts,
+            which one call computes together.
         gmac_s: 10^9 multiply-adds a second while rows are many.
         layer_s: seconds of a layer that no weight explains: norms, routing, launches, the interpreter.
+        dense_gb_s: as `weights_gb_s`, of matrices that have a call each; the same when not given.
     """
 
     weights_gb_s: float
     gmac_s: float = float("inf")
     layer_s: float = 0.0
+    dense_gb_s: float | None = None
+
+    @property
+    def dense_b_s(self) -> float:
+        """Bytes of single matrices a second."""
+        return 1e9 * (self.weights_gb_s if self.dense_gb_s is None else self.dense_gb_s)
 
 
 @dataclass(frozen=True)
@@ -107,7 +115,7 @@ def passes_cost(
     places: np.ndarray,
     visits: Visits,
     positions: float,
-    num_heads_rows: int,
+    num_head_rows: int,
     is_streamed: bool = False,
 ) -> Cost:
     """What passes cost together.
@@ -116,18 +124,18 @@ def passes_cost(
         places: [L] int, the device that holds each layer, or HOST.
         visits: every layer of every pass.
         positions: cached positions that a row finds, on average.
-        num_heads_rows: rows that logits are made for; the head is at the last layer's place.
+        num_head_rows: rows that logits are made for; the head is at the last layer's place.
         is_streamed: the host's layers are read again in every pass, a layer ahead.
     """
     layer, rows = visits.layer, visits.rows
     place = places[layer]
     on_host = place == HOST
-    weights_b_s, macs_s, layer_s = _of_places(rates, place)
+    weights_b_s, macs_s, layer_s, dense_b_s = _of_places(rates, place)
     positions = min(positions, parts.most_positions)
 
     attention_macs = parts.attention_weights[layer] + parts.core_macs * positions
-    attention = _product(parts.attention_bytes[layer], attention_macs * rows, weights_b_s, macs_s)
-    mlp = _product(parts.mlp_bytes[layer], parts.mlp_weights[layer] * rows, weights_b_s, macs_s)
+    attention = _product(parts.attention_bytes[layer], attention_macs * rows, dense_b_s, macs_s)
+    mlp = _product(parts.mlp_bytes[layer], parts.mlp_weights[layer] * rows, dense_b_s, macs_s)
     distinct = np.maximum(1, visits.vram + visits.ram + visits.missing)
     slab = parts.slab_bytes[layer]
     macs = rows * parts.experts_per_tok / distinct * parts.expert_weights
@@ -161,7 +169,7 @@ def passes_cost(
     waits_for_disk = read_s + is_read * copy_s >= copies_s
 
     end_rates = rates.devices[places[-1]] if places[-1] != HOST else rates.host
-    head_s = num_heads_rows * parts.head_bytes / (end_rates.weights_gb_s * 1e9)
+    head_s = num_head_rows * parts.head_bytes / end_rates.dense_b_s
     hidden = compute_s / np.maximum(own_s + ram_s + disk_s, 1e-30)  # what two places do at once counts once
     phases = {
         "attention": attention.seconds.sum(),
@@ -207,9 +215,10 @@ def _product(num_bytes: np.ndarray, macs: np.ndarray, b_s: np.ndarray, macs_s: n
     return _Product(np.maximum(by_bytes, by_macs), (by_bytes >= by_macs).astype(float))
 
 
-def _of_places(rates: Rates, place: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Bytes a second, multiply-adds a second and seconds a layer of each visit's place."""
-    table = np.array([(p.weights_gb_s * 1e9, p.gmac_s * 1e9, p.layer_s) for p in (*rates.devices, rates.host)])
+def _of_places(rates: Rates, place: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Of each visit's place: experts' bytes a second, multiply-adds a second, seconds a layer, matrices' bytes."""
+    places = (*rates.devices, rates.host)
+    table = np.array([(p.weights_gb_s * 1e9, p.gmac_s * 1e9, p.layer_s, p.dense_b_s) for p in places])
     return tuple(table[place].T)  # HOST, -1, is the last row
 
 

@@ -11,8 +11,9 @@ class Engine:
     """How well an engine uses hardware.
 
     Attributes:
-        memory_share, device_memory_share: bandwidth of RAM, and of devices' memory, that its kernels reach on packed
-            weights.
+        memory_share: of RAM's bandwidth that its kernels reach on experts, which one call computes together.
+        dense_share: the same on matrices that have a call each.
+        device_memory_share: of devices' memory.
         core_gb_s: packed weights that one core gets through at most, where memory is faster.
         core_gmac_s: multiply-adds of one core while rows are many, where the machine's file does not say.
         device_mac_share: of a device's peak while rows are many.
@@ -20,6 +21,7 @@ class Engine:
     """
 
     memory_share: float
+    dense_share: float
     device_memory_share: float
     core_gb_s: float = float("inf")
     core_gmac_s: float = float("inf")
@@ -32,11 +34,12 @@ class Engine:
 # of devices are goals for its GPU kernels, not measurements.
 GLM_GPU = Engine(
     memory_share=0.80,
+    dense_share=0.65,
     device_memory_share=0.70,
     core_gb_s=25.0,
     core_gmac_s=60.0,
     device_mac_share=0.4,
-    layer_s=1.0e-3,
+    layer_s=0.6e-3,
     device_layer_s=30e-6,
 )
 
@@ -44,10 +47,12 @@ GLM_GPU = Engine(
 def machine_rates(machine: Machine, engine: Engine) -> Rates:
     """How fast an engine is on a described machine."""
     core_gmac_s = engine.core_gmac_s if machine.core_gmac_s is None else machine.core_gmac_s
+    most_gb_s = machine.cores * engine.core_gb_s
     host = PlaceRates(
-        min(machine.memory_gb_s * engine.memory_share, machine.cores * engine.core_gb_s),
+        min(machine.memory_gb_s * engine.memory_share, most_gb_s),
         machine.cores * core_gmac_s,
         engine.layer_s,
+        min(machine.memory_gb_s * engine.dense_share, most_gb_s),
     )
     devices = tuple(
         PlaceRates(

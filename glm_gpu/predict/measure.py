@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from glm_gpu.kernels.experts import expert_ffn
+from glm_gpu.kernels.experts import expert_ffn, mlp
 from glm_gpu.predict.cost import PlaceRates, Rates
 from glm_gpu.predict.engines import GLM_GPU
 from glm_gpu.slab import SlabLayout
@@ -19,7 +19,7 @@ from glm_gpu.tiers.slots import slot_memory
 log = logging.getLogger(__name__)
 
 _KIND, _VERSION = "rates", 2
-_NAMES = ("weights_gb_s", "gmac_s", "disk_gb_s", "read_s", "layer_s")
+_NAMES = ("weights_gb_s", "gmac_s", "disk_gb_s", "dense_gb_s", "read_s", "layer_s")
 _MEASURE_S = 0.5
 # Larger than a desktop's last-level cache, so that weights come from memory.
 _WEIGHTS_BYTES = 256 << 20
@@ -47,6 +47,9 @@ def measure_host(layout: SlabLayout, activations: str) -> PlaceRates:
         choice = (first + np.arange(_EXPERTS_PER_TOK, dtype=np.int32)) % len(slabs)
         expert_ffn(one, slabs, layout, choice[None], weights, activations)
 
+    def decode_alone() -> None:
+        mlp(one, *layout.views(slabs[next(starts) % len(slabs)]), activations)
+
     num_rows = len(slabs) * _ROWS_PER_EXPERT // _EXPERTS_PER_TOK
     many = rng.standard_normal((num_rows, layout.hidden)).astype(np.float32)
     choice = (np.arange(num_rows * _EXPERTS_PER_TOK, dtype=np.int32) % len(slabs)).reshape(num_rows, -1)
@@ -54,7 +57,12 @@ def measure_host(layout: SlabLayout, activations: str) -> PlaceRates:
     decode_s = _median_s(decode)
     prefill_s = _median_s(lambda: expert_ffn(many, slabs, layout, choice, evenly, activations))
     macs = choice.size * 3 * layout.hidden * layout.width
-    return PlaceRates(_EXPERTS_PER_TOK * layout.nbytes / decode_s / 1e9, macs / prefill_s / 1e9, GLM_GPU.layer_s)
+    return PlaceRates(
+        _EXPERTS_PER_TOK * layout.nbytes / decode_s / 1e9,
+        macs / prefill_s / 1e9,
+        GLM_GPU.layer_s,
+        layout.nbytes / _median_s(decode_alone) / 1e9,
+    )
 
 
 def disk_rates(rows: Sequence[ReadRate], expert_bytes: int) -> tuple[float, float] | None:
@@ -77,11 +85,11 @@ def load_rates(folder: Path | None) -> Rates | None:
         return None
     header, _ = content
     found = [header.get(name) for name in _NAMES]
-    if not all(isinstance(rate, int | float) and 0 <= rate < 1e6 for rate in found) or not all(found[:3]):
+    if not all(isinstance(rate, int | float) and 0 <= rate < 1e6 for rate in found) or not all(found[:4]):
         log.warning("%s: not used (%.80r are no rates); measure again with --measure", folder / "rates", found)
         return None
-    weights_gb_s, gmac_s, disk_gb_s, read_s, layer_s = map(float, found)
-    return Rates(PlaceRates(weights_gb_s, gmac_s, layer_s), disk_gb_s, read_s)
+    weights_gb_s, gmac_s, disk_gb_s, dense_gb_s, read_s, layer_s = map(float, found)
+    return Rates(PlaceRates(weights_gb_s, gmac_s, layer_s, dense_gb_s), disk_gb_s, read_s)
 
 
 def save_rates(folder: Path, rates: Rates) -> None:
@@ -91,7 +99,7 @@ def save_rates(folder: Path, rates: Rates) -> None:
         OSError: the folder cannot be written.
     """
     host = rates.host
-    values = (host.weights_gb_s, host.gmac_s, rates.disk_gb_s, rates.read_s, host.layer_s)
+    values = (host.weights_gb_s, host.gmac_s, rates.disk_gb_s, host.dense_b_s / 1e9, rates.read_s, host.layer_s)
     write_state(folder / "rates", _KIND, _VERSION, dict(zip(_NAMES, values, strict=True)), {})
 
 

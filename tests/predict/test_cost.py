@@ -58,6 +58,11 @@ def test_a_resident_token_takes_its_bytes_at_the_memorys_rate():
     assert found.phases["waiting for disk"] == 0
 
 
+def test_single_matrices_have_a_rate_of_their_own():
+    found = cost(replace(RATES, host=PlaceRates(10.0, dense_gb_s=5.0)), one_token())
+    assert found.seconds == pytest.approx((3e6 + 4e6 + 2e6) / 5e9 + 8 * 4e5 / 10e9)
+
+
 def test_with_rates_without_bound_nothing_takes_time():
     unbound = Rates(PlaceRates(INF), INF, 0.0, (PlaceRates(INF),), (INF,))
     for places in (ON_HOST, np.zeros(3, int)):
