@@ -15,9 +15,9 @@ _NUM_BYTES = 32 << 20
 _REPEATS = 3
 
 
-def measure_link(device: Device, num_bytes: int = _NUM_BYTES) -> LinkRates:
+def measure_link(device: Device, num_bytes: int | None = None) -> LinkRates:
     """Rates of copies from pinned memory, and of a kernel that reads it; the best of three each."""
-    num_rows = num_bytes // (4 * _WIDTH)
+    num_rows = (num_bytes or _NUM_BYTES) // (4 * _WIDTH)
     source = device.host_array((num_rows, _WIDTH), np.float32)
     arena = Arena(device, num_rows * _WIDTH * 6)
     try:

@@ -1,9 +1,12 @@
-"""Simulated devices: NumPy memory with a bound, and streams whose work is done when it is queued.
+"""Simulated devices: NumPy memory with a bound, and streams whose work waits until somebody waits for it.
 
-Kernels run in Triton's interpreter on the same memory. What `allocate` gives holds NaN in every float format, so a
-kernel that reads what nobody wrote is seen in its results.
+Kernels run in NumPy on the same memory. Nothing happens when it is queued: a stream's work is done when the host or
+another stream waits for it, or, of streams that are eager, at once. So what relies on an order that nobody asked for
+computes with wrong numbers here, where on a card it would do so by chance. What `allocate` gives holds NaN in every
+float format, so a kernel that reads what nobody wrote is seen in its results.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -19,30 +22,56 @@ DEFAULT_BYTES = 4 << 30
 _POISON = 0xFF  # all bits set is NaN in f32, bf16 and f16, and -1 as an integer
 
 
-class SimEvent:
-    """A point in a simulated stream: always reached. Waits of the host are counted."""
-
-    def __init__(self, device: "SimDevice") -> None:
-        self._device = device
-
-    def synchronize(self) -> None:
-        self._device.num_host_waits += 1
-
-
 class SimStream:
-    """Work that is done at once. See `glm_gpu.device.Stream`."""
+    """Work in order, done as late as can be. See `glm_gpu.device.Stream`.
+
+    Attributes:
+        is_eager: work is done when it is queued, once what it waits for is done.
+    """
 
     def __init__(self, device: "SimDevice") -> None:
-        self._device = device
+        self.device = device
+        self.is_eager = False
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._num_queued = self._num_done = 0
 
-    def record(self) -> SimEvent:
-        return SimEvent(self._device)
+    def queue(self, work: Callable[[], None]) -> None:
+        """Add work behind all there is."""
+        self._waiting.append(work)
+        self._num_queued += 1
+        if self.is_eager:
+            self.reach(self._num_queued)
 
-    def wait(self, event: SimEvent) -> None:
-        pass
+    def reach(self, count: int) -> None:
+        """Do the first `count` pieces of work there ever were, as far as they are not done."""
+        while self._num_done < count:
+            self._num_done += 1
+            self._waiting.popleft()()
+
+    def record(self) -> "SimEvent":
+        return SimEvent(self, self._num_queued)
+
+    def wait(self, event: "SimEvent") -> None:
+        self.queue(event.reach)
 
     def synchronize(self) -> None:
-        self._device.num_host_waits += 1
+        self.device.num_host_waits += 1
+        self.reach(self._num_queued)
+
+
+class SimEvent:
+    """A point in a simulated stream. Waits of the host are counted."""
+
+    def __init__(self, stream: SimStream, count: int) -> None:
+        self._stream, self._count = stream, count
+
+    def reach(self) -> None:
+        """Have the work before it done."""
+        self._stream.reach(self._count)
+
+    def synchronize(self) -> None:
+        self._stream.device.num_host_waits += 1
+        self.reach()
 
 
 class SimGraph:
@@ -57,15 +86,15 @@ class SimGraph:
 
 
 class _Recorder:
-    """Stands in for a launcher: runs what it is given, or keeps it while a graph is made.
+    """Stands in for a launcher: queues what it is given, or keeps it while a graph is made.
 
     Attributes:
         num_launches: so far, those of graphs included.
         fail_at: numbers of launches that fail as if memory had run out. For tests.
     """
 
-    def __init__(self, launcher: Launcher) -> None:
-        self.launcher = launcher
+    def __init__(self, launcher: Launcher, stream: SimStream) -> None:
+        self.launcher, self._stream = launcher, stream
         self.recorded: list[tuple] | None = None
         self.num_launches = 0
         self.fail_at: set[int] = set()
@@ -77,7 +106,7 @@ class _Recorder:
         self.num_launches += 1
         if self.num_launches in self.fail_at:
             raise DeviceMemoryError(f"launch {self.num_launches} found no memory")
-        self.launcher.launch(kernel, grid, arguments, constants)
+        self._stream.queue(lambda: self.launcher.launch(kernel, grid, arguments, constants))
 
 
 class SimDevice:
@@ -106,8 +135,8 @@ class SimDevice:
             launcher = Simulator(self._regions)
         name = f"simulated device {ordinal}"
         self.info = DeviceInfo(ordinal, name, f"SIM-{ordinal}", f"sim:{ordinal}", 90, total_bytes, total_bytes)
-        self.launcher = _Recorder(launcher)
         self.compute, self.copy = SimStream(self), SimStream(self)
+        self.launcher = _Recorder(launcher, self.compute)
         self.num_allocations = self.num_host_waits = self.loaded_bytes = self.registered_bytes = 0
         self.fail_at: set[int] = set()
         self.refuse_register: Callable[[int, int], bool] = lambda registered_bytes, num_bytes: False
@@ -133,6 +162,7 @@ class SimDevice:
         return block.ctypes.data
 
     def release(self, address: int) -> None:
+        self._finish()
         del self._blocks[address]
 
     @contextmanager
@@ -140,15 +170,21 @@ class SimDevice:
         yield
 
     def load(self, target: View, source: np.ndarray, stream: SimStream) -> None:
-        self._bytes(target)[...] = source.reshape(-1).view(np.uint8)
+        assert self.launcher.recorded is None, "a copy cannot be part of a graph"
         self.loaded_bytes += source.nbytes
+        memory = self._bytes(target)
+        stream.queue(lambda: np.copyto(memory, source.reshape(-1).view(np.uint8)))
 
     def fetch(self, target: np.ndarray, source: View) -> SimEvent:
-        target.reshape(-1).view(np.uint8)[...] = self._bytes(source)
-        return SimEvent(self)
+        assert self.launcher.recorded is None, "a copy cannot be part of a graph"
+        memory = self._bytes(source)
+        self.compute.queue(lambda: np.copyto(target.reshape(-1).view(np.uint8), memory))
+        return self.compute.record()
 
     def hop(self, target: View, source: View, origin: "SimDevice") -> None:
-        self._bytes(target)[...] = origin._bytes(source)
+        self.compute.wait(origin.compute.record())
+        here, there = self._bytes(target), origin._bytes(source)
+        self.compute.queue(lambda: np.copyto(here, there))
 
     def host_array(self, shape: Sequence[int], dtype: Any) -> np.ndarray:
         return np.zeros(shape, dtype)
@@ -176,7 +212,12 @@ class SimDevice:
             self.launcher.recorded = None
 
     def close(self) -> None:
+        self._finish()
         self._blocks.clear()
+
+    def _finish(self) -> None:
+        for stream in (self.compute, self.copy):
+            stream.record().reach()
 
     def _regions(self) -> list[tuple[int, int]]:
         """(begin, bytes) of all memory that kernels may reach by address."""

@@ -141,11 +141,10 @@ class DeviceStore(TieredStore):
         """Tables of experts whose copies are queued before whatever is queued on the compute stream next."""
         stack = ExitStack()
         lease = stack.enter_context(self.lease(layer, missing, phase))
-        arrived = None
+        num_left = len(missing)
         with stack:
             for members, slabs in lease.parts():
-                if arrived is not None:
-                    arrived.synchronize()  # the slabs of the part before are gone now
+                num_left -= len(members)
                 experts = missing[members].tolist()
                 done = 0
                 while done < len(experts):
@@ -156,6 +155,8 @@ class DeviceStore(TieredStore):
                     tier.device.compute.wait(arrived)
                     yield table
                     run.finish(index, tier.device.compute.record())
+                if num_left:
+                    arrived.synchronize()  # before the next part is asked for, which may overwrite these slabs
             self._deferred.append((arrived, stack.pop_all()))
 
     def tier_map(self) -> dict[int, np.ndarray]:

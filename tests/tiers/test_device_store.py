@@ -60,13 +60,15 @@ class Bench:
                 assert ctypes.string_at(int(row[expert]), self.files.layout(layer).nbytes) == self.expert(layer, expert)
             self.seen.append(np.flatnonzero(row).tolist())
 
-        return look
+        return lambda table: self.device.compute.queue(lambda: look(table))
 
     def run(self, layer: int, choices, phase="decode") -> list[list[int]]:
         """A layer of a pass: what its kernels found at once, then each part."""
         self.seen = []
         self.compute(layer)(self.tier.table.row(layer))
+        self.device.compute.record().synchronize()  # as a pass waits for the router's choice
         self.store.compute_missing(layer, np.array(choices, np.int32), phase, self.compute(layer))
+        self.device.compute.synchronize()
         return self.seen
 
 
@@ -152,6 +154,7 @@ def test_pinned_host_memory_completes_the_table_and_is_held_while_it_does(open_b
         assert bench.store.is_reachable()
         for layer in bench.layers:
             bench.compute(layer)(bench.tier.reach.row(layer))
+            bench.device.compute.synchronize()
             assert len(bench.seen[-1]) == bench.num_experts
         assert sum(int(pool.leases.sum()) for pool in bench.store._residency.pools) == 2 * bench.num_experts - 4
         assert bench.store.give_back(1 << 20) > 0
