@@ -103,7 +103,6 @@ class CubinCache:
                 f"compute capability {arch // 10}.{arch % 10} found, expected 8.0 or newer; use --device cpu"
             )
         self.arch = arch
-        self.num_compiled = 0
         self._folder = folder
         self._prebuilt = tuple(prebuilt)
 
@@ -123,7 +122,6 @@ class CubinCache:
         if found is not None:
             return found
         cubin = compile_kernel(specialization, self.arch).cubin
-        self.num_compiled += 1
         if kept is not None:
             with contextlib.suppress(OSError):  # a full or read-only disk costs the next start, not this one
                 _write(kept, cubin)

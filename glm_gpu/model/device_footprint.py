@@ -1,18 +1,19 @@
 """What a pass takes in a device's memory, found by a dry run: the launches of a real pass, with nobody to run them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from glm_gpu.config import ModelConfig
-from glm_gpu.device import Arena
-from glm_gpu.kernels.gpu.arrays import DeviceMatrix, View
+from glm_gpu.device import NUMPY_DTYPES, Arena
+from glm_gpu.kernels.gpu.arrays import DeviceMatrix, Launcher, View
 from glm_gpu.model.device_layer import Compute, Place, decoder_layer
 from glm_gpu.model.device_part import LOGIT_ROWS, DevicePart, Ends, PassShape, Workspace, rounded_count
 from glm_gpu.model.weights import read_layer
-from glm_gpu.quant import FORMATS
+from glm_gpu.quant import Format
+from glm_gpu.recipe import Recipe
 from glm_gpu.slab import SlabLayout
 from glm_gpu.tensors import expected_tensors
 
@@ -25,8 +26,25 @@ def device_pass_bytes(config: ModelConfig, num_rows: int, context: int) -> int:
     Args:
         context: positions in the cache once the pass is done.
     """
+    return dry_run(config, num_rows, context, _Nobody(), Recipe.from_bits(16, 16, 0))
+
+
+def dry_run(
+    config: ModelConfig, num_rows: int, context: int, launcher: Launcher, recipe: Recipe, scale_dtype: str = "f32"
+) -> int:
+    """Launch what a pass on a device launches, for one layer of each kind, with addresses where nothing lies.
+
+    Args:
+        context: positions in the cache once the pass is done.
+        launcher: must not look behind an address.
+        recipe: the formats of weights.
+        scale_dtype: "f32" or "f16".
+
+    Returns:
+        Bytes that the pass takes on the device, inputs and places for results included.
+    """
     device: Any = SimpleNamespace(
-        launcher=_Nobody(), allocate=lambda num_bytes: 0, host_array=lambda shape, dtype: np.empty(0, dtype)
+        launcher=launcher, allocate=lambda num_bytes: 0, host_array=lambda shape, dtype: np.empty(0, dtype)
     )
     arena = Arena(device, _UNLIMITED)
     workspace = Workspace(config, config.num_hidden_layers + 1, num_rows, arena)
@@ -34,16 +52,23 @@ def device_pass_bytes(config: ModelConfig, num_rows: int, context: int) -> int:
     shape = PassShape(num_rows, rounded_count(context), is_sparse, ())
     _, inputs = workspace.described(shape)
     shapes = expected_tensors(config)
-    layout = SlabLayout(FORMATS["bf16"], config.hidden_size, config.moe_intermediate_size)
+
+    def formats(name: str) -> tuple[Format, str]:
+        return recipe.format_for(name, config), scale_dtype
+
+    scale_type = np.dtype(NUMPY_DTYPES[scale_dtype])
+    layout = SlabLayout(recipe.expert, config.hidden_size, config.moe_intermediate_size, scale_type)
     x, ids = View(0, (num_rows, config.hidden_size), "f32"), View(0, (num_rows, config.num_experts_per_tok), "i32")
     for layer in _kinds(config):
-        weights: Any = read_layer(_Shapes(shapes, f"model.layers.{layer}."), config, layer)
+        weights: Any = read_layer(_Shapes(shapes, f"model.layers.{layer}.", formats), config, layer)
         place = Place(config, device.launcher, workspace.scratch())
         offsets = dict.fromkeys(("latent", "index_key", "key", "value"), 0)
         decoder_layer(x, weights, place, inputs, offsets, _Experts(layout), ids)
-    head = _matrix((config.vocab_size, config.hidden_size))
+    vocabulary = config.vocab_size, config.hidden_size
+    embedding, head = (_matrix(vocabulary, *formats(name)) for name in ("model.embed_tokens.weight", "lm_head.weight"))
     norm = View(0, (config.hidden_size,), "f32")
-    part = DevicePart(device, config, {}, (), Ends(head, norm, head), workspace)
+    part = DevicePart(device, config, {}, (), Ends(embedding, norm, head), workspace)
+    part.embed(View(0, (num_rows,), "i32"))
     _, split = part.finish(num_rows)
     part.logits(split, 0, min(num_rows, LOGIT_ROWS))
     return arena.peak_bytes
@@ -84,21 +109,28 @@ class _Experts:
 class _Shapes:
     """Reads weights as `glm_gpu.model.weights` wants them, of the right shapes and without memory."""
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]], prefix: str) -> None:
-        self._shapes, self._prefix = shapes, prefix
+    def __init__(
+        self, shapes: dict[str, tuple[int, ...]], prefix: str, formats: Callable[[str], tuple[Format, str]]
+    ) -> None:
+        self._shapes, self._prefix, self._formats = shapes, prefix, formats
 
     def under(self, prefix: str) -> "_Shapes":
-        return _Shapes(self._shapes, self._prefix + prefix)
+        return _Shapes(self._shapes, self._prefix + prefix, self._formats)
 
     def has(self, name: str) -> bool:
         return self._prefix + name in self._shapes
 
     def matrix(self, name: str) -> DeviceMatrix:
-        return _matrix(self._shapes[f"{self._prefix}{name}.weight"])
+        full_name = f"{self._prefix}{name}.weight"
+        return _matrix(self._shapes[full_name], *self._formats(full_name))
 
     def vector(self, name: str) -> View:
         return View(0, self._shapes[self._prefix + name], "f32")
 
 
-def _matrix(shape: tuple[int, int]) -> DeviceMatrix:
-    return DeviceMatrix(FORMATS["bf16"], shape, View(0, shape, "bf16"))
+def _matrix(shape: tuple[int, int], format: Format, scale_dtype: str) -> DeviceMatrix:
+    num_rows, num_columns = shape
+    if not format.is_packed:
+        return DeviceMatrix(format, shape, View(0, shape, format.name))
+    scales = View(0, (num_rows, format.num_groups(num_columns)), scale_dtype)
+    return DeviceMatrix(format, shape, View(0, (num_rows, format.row_bytes(num_columns)), "u8"), scales)

@@ -47,7 +47,9 @@ def max_tiles(num_rows: int, experts_per_tok: int, num_experts: int, block_m: in
     return distinct + (pairs - distinct) // block_m
 
 
-def plan_tiles(launcher: Launcher, ids: Array, num_experts: int, scratch: Array, tile_experts: Array, pairs: Array):
+def plan_tiles(
+    launcher: Launcher, ids: Array, num_experts: int, scratch: Array, tile_experts: Array, pairs: Array
+) -> None:
     """Sort (token, choice) pairs by expert into tiles of B rows, pairs of one expert in ascending order.
 
     Args:
