@@ -23,10 +23,10 @@ from glm_gpu.batch import Batch
 from glm_gpu.bench.reads import expert_runs
 from glm_gpu.engine import Engine
 from glm_gpu.opening import EngineOptions
-from glm_gpu.predict.cost import PlaceRates, Rates
+from glm_gpu.predict.cost import HOST, PlaceRates, Rates, passes_cost
 from glm_gpu.predict.measure import measure_host
 from glm_gpu.predict.parts import model_parts
-from glm_gpu.predict.prediction import Conversation, Prediction, predict
+from glm_gpu.predict.prediction import Conversation, Prediction, predict, visits_of
 from glm_gpu.slab import SlabLayout
 from glm_gpu.tiers.files import Run
 from glm_gpu.tiers.heat import Heat
@@ -35,6 +35,7 @@ from glm_gpu.tiers.sizes import model_sizes
 from glm_gpu.tiers.trace import Routing, Trace, read_trace
 
 WARM_TOKENS = 16
+PROMPT = 512
 ROUNDS = 3
 # Shares of all experts that have a slot.
 BUDGETS = {"resident": 1.0, "half": 0.5, "disk-bound": 0.1}
@@ -84,6 +85,7 @@ def mean_rates(before: Rates, after: Rates) -> Rates:
         mean(lambda r: r.host.gmac_s),
         before.host.layer_s,
         mean(lambda r: r.host.dense_gb_s),
+        mean(lambda r: r.host.dense_gmac_s),
     )
     return Rates(host, mean(lambda r: r.disk_gb_s), mean(lambda r: r.read_s))
 
@@ -142,6 +144,37 @@ def row(args: argparse.Namespace, name: str, runs: list[Run], trace: Trace) -> d
     }
 
 
+def prompt_row(args: argparse.Namespace) -> dict:
+    """A prompt with everything in memory, every expert chosen by some row."""
+    options = EngineOptions(context=PROMPT + 8, speculate="off")
+    with Engine.open(args.slice, options) as engine:
+        wait_until_filled(engine)
+        layout = engine.store.layout(engine.store.files.layers[0])
+        parts = model_parts(engine.config, options.recipe, engine.checkpoint)
+        before, walls = measure_host(layout, "int16"), []
+        for seed in range(ROUNDS):
+            ids = np.random.default_rng(seed).integers(0, engine.config.vocab_size, PROMPT).tolist()
+            batch = Batch.of([(ids, engine.model.new_cache(PROMPT, is_bf16=True))], "prefill")
+            began = time.perf_counter()
+            engine.model.forward(batch)
+            walls.append(time.perf_counter() - began)
+        rates = mean_rates(Rates(before, np.inf), Rates(measure_host(layout, "int16"), np.inf))
+        table = np.zeros((1, parts.num_layers, 3))
+        table[0, list(engine.config.sparse_layers), 1] = engine.config.n_routed_experts
+    places, visits = np.full(parts.num_layers, HOST), visits_of(table, np.array([PROMPT]))
+    predicted_s = passes_cost(parts, rates, places, visits, PROMPT / 2, 1).seconds
+    measured_s = statistics.median(walls)
+    return {
+        "prompt_tokens": PROMPT,
+        "measured_s": measured_s,
+        "measured_spread_s": [min(walls), max(walls)],
+        "kernels_gmac_s": rates.host.gmac_s,
+        "dense_gmac_s": rates.host.dense_gmac_s,
+        "predicted_s": predicted_s,
+        "predicted_over_measured": predicted_s / measured_s,
+    }
+
+
 def draw(rows: list[dict]) -> None:
     from plots import plot
 
@@ -170,7 +203,12 @@ def main() -> None:
             f"{found['budget']:11} {found['expert_slots']:4} slots   {measured}   "
             f"predicted {predicted['tok_s']:6.2f}, {predicted['hit_rate']:4.0%} ({share})"
         )
-    record.save("predict", {"rows": rows})
+    prompt = prompt_row(args)
+    share = f"{prompt['predicted_over_measured'] - 1:+.0%}"
+    print(
+        f"prompt of {PROMPT}: {prompt['measured_s']:.2f} s measured, {prompt['predicted_s']:.2f} s predicted ({share})"
+    )
+    record.save("predict", {"rows": rows, "prompt": prompt})
     draw(rows)
 
 

@@ -33,18 +33,25 @@ class PlaceRates:
             which one call computes together.
         gmac_s: 10^9 multiply-adds a second while rows are many.
         layer_s: seconds of a layer that no weight explains: norms, routing, launches, the interpreter.
-        dense_gb_s: as `weights_gb_s`, of matrices that have a call each; the same when not given.
+        dense_gb_s, dense_gmac_s: the same of matrices that have a call each, and in a prompt all of its rows; those of
+            experts when not given.
     """
 
     weights_gb_s: float
     gmac_s: float = float("inf")
     layer_s: float = 0.0
     dense_gb_s: float | None = None
+    dense_gmac_s: float | None = None
 
     @property
     def dense_b_s(self) -> float:
         """Bytes of single matrices a second."""
         return 1e9 * (self.weights_gb_s if self.dense_gb_s is None else self.dense_gb_s)
+
+    @property
+    def dense_macs_s(self) -> float:
+        """Multiply-adds with single matrices a second."""
+        return 1e9 * (self.gmac_s if self.dense_gmac_s is None else self.dense_gmac_s)
 
 
 @dataclass(frozen=True)
@@ -130,12 +137,12 @@ def passes_cost(
     layer, rows = visits.layer, visits.rows
     place = places[layer]
     on_host = place == HOST
-    weights_b_s, macs_s, layer_s, dense_b_s = _of_places(rates, place)
+    weights_b_s, macs_s, layer_s, dense_b_s, dense_macs_s = _of_places(rates, place)
     positions = min(positions, parts.most_positions)
 
     attention_macs = parts.attention_weights[layer] + parts.core_macs * positions
-    attention = _product(parts.attention_bytes[layer], attention_macs * rows, dense_b_s, macs_s)
-    mlp = _product(parts.mlp_bytes[layer], parts.mlp_weights[layer] * rows, dense_b_s, macs_s)
+    attention = _product(parts.attention_bytes[layer], attention_macs * rows, dense_b_s, dense_macs_s)
+    mlp = _product(parts.mlp_bytes[layer], parts.mlp_weights[layer] * rows, dense_b_s, dense_macs_s)
     distinct = np.maximum(1, visits.vram + visits.ram + visits.missing)
     slab = parts.slab_bytes[layer]
     macs = rows * parts.experts_per_tok / distinct * parts.expert_weights
@@ -215,11 +222,14 @@ def _product(num_bytes: np.ndarray, macs: np.ndarray, b_s: np.ndarray, macs_s: n
     return _Product(np.maximum(by_bytes, by_macs), (by_bytes >= by_macs).astype(float))
 
 
-def _of_places(rates: Rates, place: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Of each visit's place: experts' bytes a second, multiply-adds a second, seconds a layer, matrices' bytes."""
-    places = (*rates.devices, rates.host)
-    table = np.array([(p.weights_gb_s * 1e9, p.gmac_s * 1e9, p.layer_s, p.dense_b_s) for p in places])
-    return tuple(table[place].T)  # HOST, -1, is the last row
+def _of_places(rates: Rates, place_of: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Of each visit's place: experts' bytes and multiply-adds a second, seconds a layer, the same two of matrices."""
+    rows = [
+        (place.weights_gb_s * 1e9, place.gmac_s * 1e9, place.layer_s, place.dense_b_s, place.dense_macs_s)
+        for place in (*rates.devices, rates.host)
+    ]
+    table = np.array(rows)
+    return tuple(table[place_of].T)  # HOST, -1, is the last row
 
 
 def _copy_b_s(rates: Rates, place: np.ndarray) -> np.ndarray:

@@ -19,14 +19,14 @@ from glm_gpu.tiers.slots import slot_memory
 log = logging.getLogger(__name__)
 
 _KIND, _VERSION = "rates", 2
-_NAMES = ("weights_gb_s", "gmac_s", "disk_gb_s", "dense_gb_s", "read_s", "layer_s")
+_NAMES = ("weights_gb_s", "gmac_s", "disk_gb_s", "dense_gb_s", "dense_gmac_s", "read_s", "layer_s")
 _MEASURE_S = 0.5
 # Larger than a desktop's last-level cache, so that weights come from memory.
 _WEIGHTS_BYTES = 256 << 20
 _MOST_SLABS = 256
 _EXPERTS_PER_TOK = 8
-# Rows an expert has in a prefill pass of GLM-5.2: 512 rows, 8 of 256 experts each.
-_ROWS_PER_EXPERT = 16
+# Rows of a prefill pass, and those of them that an expert has in GLM-5.2: each row chooses 8 of 256.
+_ROWS, _ROWS_PER_EXPERT = 512, 16
 
 
 def measure_host(layout: SlabLayout, activations: str) -> PlaceRates:
@@ -56,12 +56,15 @@ def measure_host(layout: SlabLayout, activations: str) -> PlaceRates:
     evenly = np.repeat(weights, num_rows, axis=0)
     decode_s = _median_s(decode)
     prefill_s = _median_s(lambda: expert_ffn(many, slabs, layout, choice, evenly, activations))
+    prompt = rng.standard_normal((_ROWS, layout.hidden)).astype(np.float32)
+    dense_s = _median_s(lambda: mlp(prompt, *layout.views(slabs[next(starts) % len(slabs)]), activations))
     macs = choice.size * 3 * layout.hidden * layout.width
     return PlaceRates(
         _EXPERTS_PER_TOK * layout.nbytes / decode_s / 1e9,
         macs / prefill_s / 1e9,
         GLM_GPU.layer_s,
         layout.nbytes / _median_s(decode_alone) / 1e9,
+        _ROWS * 3 * layout.hidden * layout.width / dense_s / 1e9,
     )
 
 
@@ -85,11 +88,11 @@ def load_rates(folder: Path | None) -> Rates | None:
         return None
     header, _ = content
     found = [header.get(name) for name in _NAMES]
-    if not all(isinstance(rate, int | float) and 0 <= rate < 1e6 for rate in found) or not all(found[:4]):
+    if not all(isinstance(rate, int | float) and 0 <= rate < 1e6 for rate in found) or not all(found[:5]):
         log.warning("%s: not used (%.80r are no rates); measure again with --measure", folder / "rates", found)
         return None
-    weights_gb_s, gmac_s, disk_gb_s, dense_gb_s, read_s, layer_s = map(float, found)
-    return Rates(PlaceRates(weights_gb_s, gmac_s, layer_s, dense_gb_s), disk_gb_s, read_s)
+    weights_gb_s, gmac_s, disk_gb_s, dense_gb_s, dense_gmac_s, read_s, layer_s = map(float, found)
+    return Rates(PlaceRates(weights_gb_s, gmac_s, layer_s, dense_gb_s, dense_gmac_s), disk_gb_s, read_s)
 
 
 def save_rates(folder: Path, rates: Rates) -> None:
@@ -99,7 +102,8 @@ def save_rates(folder: Path, rates: Rates) -> None:
         OSError: the folder cannot be written.
     """
     host = rates.host
-    values = (host.weights_gb_s, host.gmac_s, rates.disk_gb_s, host.dense_b_s / 1e9, rates.read_s, host.layer_s)
+    dense = host.dense_b_s / 1e9, host.dense_macs_s / 1e9
+    values = (host.weights_gb_s, host.gmac_s, rates.disk_gb_s, *dense, rates.read_s, host.layer_s)
     write_state(folder / "rates", _KIND, _VERSION, dict(zip(_NAMES, values, strict=True)), {})
 
 

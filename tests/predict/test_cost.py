@@ -61,6 +61,8 @@ def test_a_resident_token_takes_its_bytes_at_the_memorys_rate():
 def test_single_matrices_have_a_rate_of_their_own():
     found = cost(replace(RATES, host=PlaceRates(10.0, dense_gb_s=5.0)), one_token())
     assert found.seconds == pytest.approx((3e6 + 4e6 + 2e6) / 5e9 + 8 * 4e5 / 10e9)
+    rates = replace(RATES, host=PlaceRates(INF, gmac_s=50.0, dense_gmac_s=100.0))
+    assert cost(rates, one_token()).seconds == pytest.approx((6e6 + 8e6) / 100e9 + 2 * 4 * 8e5 / 50e9)
 
 
 def test_with_rates_without_bound_nothing_takes_time():

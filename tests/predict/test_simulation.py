@@ -13,6 +13,7 @@ from glm_gpu.predict.parts import PlannedContainer, model_parts
 from glm_gpu.predict.prediction import Workload
 from glm_gpu.predict.simulation import Simulation, glm_config, simulate
 from glm_gpu.recipe import Recipe
+from glm_gpu.tiers.heat import Heat
 from glm_gpu.tiers.sizes import model_sizes
 
 GIB = 1 << 30
@@ -58,6 +59,17 @@ def test_a_faster_disk_helps_only_where_something_is_missing():
     assert fast > 1.3 * slow
     slow, fast = rates(24 * GIB)
     assert fast == slow
+
+
+def test_a_users_own_heat_decides_what_is_routed_and_kept():
+    heat, rng = Heat(CONFIG.num_hidden_layers + 1, 64), np.random.default_rng(0)
+    for layer in CONFIG.sparse_layers:
+        heat.count(layer, np.array([rng.permutation(12)[:8] for _ in range(200)]), "decode")
+    machine = replace(DESKTOP, ram_bytes=8 * GIB)
+    own = simulate(machine, EngineOptions(context=1024), SHORT, CONFIG, heat).prediction
+    assert own.hit_rate > 0.9 > run(machine).prediction.hit_rate
+    few = Heat(CONFIG.num_hidden_layers + 1, 64)  # of no tokens: what was published counts
+    assert simulate(machine, EngineOptions(context=1024), SHORT, CONFIG, few).prediction == run(machine).prediction
 
 
 def test_a_card_takes_over_and_what_it_holds_is_used():
