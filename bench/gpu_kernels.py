@@ -17,6 +17,7 @@ from glm_gpu.kernels.gpu.indexer import index_scores, select_top
 from glm_gpu.kernels.gpu.norm import rms_norm
 from glm_gpu.kernels.gpu.projection import project
 from glm_gpu.kernels.gpu.router import num_parts, route
+from glm_gpu.kernels.gpu.sampling import argmax, num_blocks
 from glm_gpu.quant import FORMATS, QuantizedMatrix, bf16_to_f32, dequantize, f32_to_bf16
 from glm_gpu.slab import SlabLayout
 
@@ -80,6 +81,7 @@ class Timer:
         if device.is_simulated:
             began = time.perf_counter()
             work(0)
+            device.compute.synchronize()
             return time.perf_counter() - began
         first, last = device.cuda.Event(), device.cuda.Event()
         first.record(device.compute.stream)
@@ -123,8 +125,7 @@ def _link_limit(device: Device) -> Limit | None:
 
 def _measure_overlap(part: Part, device: Device, target: View, num_bytes: int, is_quick: bool) -> None:
     """How much of a copy is hidden behind kernels of the same length."""
-    source = device.host_array((num_bytes,), np.uint8)
-    arena = Arena(device, num_bytes * 3)
+    source, arena = device.host_array((num_bytes,), np.uint8), Arena(device, num_bytes * 3)
     width = 256 if is_quick else 4096
     x = arena.take((num_bytes // (8 * width), width), "f32")
     split = arena.take(x.shape, "bf16")
@@ -144,8 +145,8 @@ def _measure_overlap(part: Part, device: Device, target: View, num_bytes: int, i
         return time.perf_counter() - began
 
     clock(True, 1)
-    copy_s, kernel_s = clock(True, 0), clock(False, 8) / 8
-    times = max(1, round(copy_s / kernel_s))
+    copy_s = clock(True, 0)
+    times = max(1, round(8 * copy_s / clock(False, 8)))
     both_s, alone_s = clock(True, times), clock(False, times)
     hidden = (copy_s + alone_s - both_s) / min(copy_s, alone_s)
     part.add("copy hidden behind kernels", [hidden], "share", Limit(1.0, "all of it"))
@@ -155,8 +156,7 @@ def measure_launches(part: Part, open_devices: Open, is_quick: bool) -> None:
     """What a launch costs the host, one by one and in a graph, and the time between kernels of a graph."""
     with open_devices() as (device,):
         arena, count = Arena(device, 1 << 20), 10 if is_quick else 500
-        x = arena.take((1, 256), "f32")
-        split = arena.take((1, 256), "bf16")
+        x, split = arena.take((1, 256), "f32"), arena.take((1, 256), "bf16")
 
         def work() -> None:
             for _ in range(count):
@@ -192,6 +192,7 @@ def measure(part: Part, open_devices: Open, is_quick: bool) -> list[str]:
             bench.attention(num_rows)
         bench.select()
         bench.router()
+        bench.best()
         return bench.failures
 
 
@@ -217,8 +218,7 @@ class _Kernels:
 
     def experts(self, num_rows: int) -> None:
         """All chosen experts of a layer: gate, up and down."""
-        sizes, device, layout = self.sizes, self.device, self._layout
-        take = self._fresh()
+        sizes, device, layout, take = self.sizes, self.device, self._layout, self._fresh()
         x = self._half(num_rows, sizes.hidden)
         pairs = num_rows * sizes.experts_per_tok
         order = np.argsort(self._rng.random((4, num_rows, sizes.num_experts)), axis=2)
@@ -343,6 +343,20 @@ class _Kernels:
         order = np.argsort(-(to_host(device, gate) @ to_host(device, x)[0]), kind="stable")
         if sorted(to_host(device, ids)[0].tolist()) != sorted(order[: sizes.experts_per_tok].tolist()):
             self.failures.append("the router does not choose the experts with the largest logits")
+
+    def best(self) -> None:
+        """The best token of a row of logits."""
+        device, take, vocab_size = self.device, self._fresh(), 154880
+        host = self._rng.standard_normal((4, vocab_size), np.float32)
+        logits, blocks = self._arena.put(host, "f32"), num_blocks(vocab_size)
+        values, block_ids, ids = take((4, blocks), "f32"), take((4, blocks), "i32"), take((4,), "i32")
+
+        def work(n: int) -> None:
+            argmax(device.launcher, logits, values, block_ids, ids)
+
+        self._add("best token, 4 rows", work, host.nbytes, 0)
+        if not np.array_equal(to_host(device, ids), host.argmax(axis=1)):
+            self.failures.append("the best tokens are not those with the largest logits")
 
     def _add(self, name: str, work: Callable[[int], None], num_bytes: int, flops: int) -> None:
         seconds = self._timer.samples(work)

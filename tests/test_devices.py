@@ -4,6 +4,7 @@ import gc
 
 import numpy as np
 import pytest
+from asking import ask, run
 from device_models import greedy, needs, on_devices, options_for
 
 from glm_gpu.batch import Batch
@@ -11,6 +12,7 @@ from glm_gpu.engine import Engine
 from glm_gpu.errors import CapacityError
 from glm_gpu.model.transformer import cache_layout
 from glm_gpu.pages import PagedCache, PagePool
+from glm_gpu.scheduler import Scheduler
 
 # Prompt and tokens of each model: past `index_topk` where there is one, and few, since a pass takes a second.
 PROMPTS = {"tiny_glm": (20, 4), "tiny_olmoe": (24, 5), None: (70, 2)}
@@ -218,4 +220,21 @@ def test_sequences_share_passes_on_devices_and_come_back_from_the_host_s_pages(o
         fresh = engine.model.new_cache(engine.context, is_bf16=True)
         expected = engine.model.forward(Batch.of([([*prompts[0], 10], fresh)], "prefill")).logits[0]
         assert np.array_equal(again[0], expected)
+        pool.close()
+
+
+def test_a_server_s_requests_get_the_answers_they_would_get_alone(oracle_dir):
+    path = oracle_dir / "tiny_olmoe"
+    with Engine.open(path, options_for(path, devices=on_devices(1 << 30), num_contexts=2, is_shared=True)) as engine:
+        pool = PagePool(cache_layout(engine.config, True), 4 * engine.context)
+        scheduler = Scheduler(engine.model, pool, engine.context, max_running=2, max_rows=16)
+        prompts = [[3, 1, 4, 1, 5], [9, 2, 6], [3, 1, 4, 1, 5, 9]]
+        together = [answer.ids for answer in run(scheduler, *(ask(ids, 3) for ids in prompts))]
+        assert together == [run(scheduler, ask(ids, 3))[0].ids for ids in prompts]
+        engine.devices[0].launcher.fail_at = {engine.devices[0].launcher.num_launches + n for n in (3, 6)}
+        answers = run(scheduler, ask([7, 7], 3), ask(prompts[0], 3))  # their pass fails twice; then each runs alone
+        assert [answer.result.finish_reason for answer in answers] == ["length", "length"]
+        assert answers[1].ids == together[0] and scheduler.counts.retried == 1
+        scheduler.tree.clear()
+        assert pool.num_free == pool.num_pages
         pool.close()
