@@ -148,35 +148,37 @@ def predict(documents: Sequence[dict]) -> str:
     """Predicted against measured decode of a slice."""
     rows = []
     for row in documents[0]["rows"]:
-        predicted = row["predicted"]
-        low, high = row["measured_spread"]
-        measured = f"{number(row['measured_tok_s'])} tok/s ({number(low)} to {number(high)})"
-        off = f"{row['predicted_over_measured'] - 1:+.0%}"
-        cells = [f"{number(predicted['tok_s'])} tok/s", off, predicted["bottleneck"]]
-        rows.append([row["budget"], f"{row['expert_slots']} of {row['experts']}", measured, *cells])
-    return table(["", "experts in memory", "measured", "predicted", "off", "bound by"], rows)
+        predicted, off = row["predicted"], row["predicted_over_measured"] - 1
+        where = f"{row['budget']}: {row['expert_slots']} of {row['experts']}"
+        measured = [f"{number(row['measured_tok_s'])} tok/s", f"{row['measured_hit_rate']:.0%}"]
+        foretold = [
+            f"{number(predicted['tok_s'])} ({off:+.0%})",
+            f"{predicted['hit_rate']:.0%}",
+            predicted["bottleneck"],
+        ]
+        rows.append([where, *measured, *foretold])
+    return table(["experts in memory", "measured", "hits", "predicted", "hits", "bound by"], rows)
 
 
 def published(documents: Sequence[dict]) -> str:
-    """Published measurements of other engines, through the same cost model with their parameters."""
+    """Published measurements of other engines that the cost model reproduces with their parameters."""
     rows = [
-        [row["name"], f"{row['engine']}, {row['model']}", f"{row['published_tok_s']:g} tok/s",
-         f"{number(row['predicted_tok_s'])} tok/s", f"{row['off']:+.0%}", f"{row['kind']}; {row['source']}"]
+        [f"{row['engine']}, {row['model']}", row["name"], f"{row['published_tok_s']:.2f} tok/s",
+         f"{row['predicted_tok_s']:.2f} ({row['off']:+.0%})"]
         for row in documents[0]["rows"]
+        if row["kind"] == "counted"
     ]  # fmt: skip
-    return table(["machine", "engine, model", "published", "predicted", "off", "what it is for; source"], rows)
+    return table(["engine, model", "machine", "published", "predicted"], rows)
 
 
 def machines(documents: Sequence[dict]) -> str:
-    """GLM-5.2 on the described machines."""
+    """GLM-5.2 on the described machines, the slowest first."""
     rows = []
-    for found in documents[0]["machines"]:
+    for found in sorted(documents[0]["machines"], key=lambda found: found["prediction"]["tok_s"]):
         prediction = found["prediction"]
-        where = ", ".join(f"{tier['num_experts']:,} in {tier['name']}" for tier in found["tiers"])
-        decode = f"{number(prediction['tok_s'])} tok/s, bound by {prediction['decode']['bottleneck']}"
-        first = f"{number(prediction['first_token_s'])} s behind {prediction['prompt_tokens']} tokens"
-        rows.append([f"`{found['machine']['name']}`", where, decode, first])
-    return table(["machine", "experts", "decode", "first token"], rows)
+        decode = [f"{number(prediction['tok_s'])} tok/s", prediction["decode"]["bottleneck"]]
+        rows.append([f"`{found['machine']['name']}`", *decode, f"{number(prediction['first_token_s'])} s"])
+    return table(["machine", "decode", "bound by", "first token after"], rows)
 
 
 _KINDS = {"bible": "scripture"}
