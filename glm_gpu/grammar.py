@@ -13,6 +13,11 @@ from glm_gpu.errors import RequestError
 # none, and lets a small model run on in blanks.
 _JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 REGEX_SUFFIX = ".regex"
+# A state takes 1 to 2 kB for as long as the answer lasts; the library's own bound, 250,000, is half a gigabyte.
+_MAX_STATES = 25_000
+# For the states before the first token: 40 MB at most; the library's own bound, a million, is 250 MB. Schemas with
+# 5,000 texts to choose from stay below it.
+_FUEL = 150_000
 # The library repeats the grammar in what it says, some of it twice.
 _MAX_MESSAGE_CHARS = 500
 
@@ -132,7 +137,7 @@ class Constraint:
 
         self.end_ids = vocabulary.end_ids
         self._vocab_size = vocabulary.vocab_size
-        limits = LLParserLimits(verbose_errors=False)
+        limits = LLParserLimits(verbose_errors=False, max_lexer_states=_MAX_STATES, initial_lexer_fuel=_FUEL)
         self._matcher = LLMatcher(vocabulary.backend, grammar.definition, log_level=0, limits=limits)
         self._check()
 

@@ -221,3 +221,10 @@ def test_an_answer_of_the_demo_conforms_and_forced_tokens_save_passes(engine):
     assert session.last.finish_reason == "stop"
     assert session.last.accepted_tokens == session.last.drafted_tokens > 0
     assert session.last.tokens_per_pass >= 1.2
+
+
+def test_a_schema_of_thousands_of_texts_is_within_the_bounds(vocabulary):
+    fields = {f"p{i}": {"enum": [f"text {i} {j}" for j in range(250)]} for i in range(20)}
+    schema = {"type": "object", "properties": fields, "required": list(fields)}
+    constraint = vocabulary.start(Grammar.from_json_schema(schema))
+    assert np.isfinite(constraint.mask(np.zeros(vocabulary.vocab_size, np.float32))).any()

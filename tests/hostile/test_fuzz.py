@@ -282,3 +282,55 @@ def test_mutated_files_are_read_or_refused_in_one_line(reading, target):
         outcomes.add(try_content(signed(target, changed) if number % 2 else changed)[:2])
     # Heat, rates and status are told of in the log; a template may be any text, and so may a reply.
     assert "re" in outcomes or target in ("heat", "rates", "live", "reply", "template")
+
+
+def state_of(kind, header):
+    return signed("heat", f"glm-gpu {kind} 1 x\n".encode() + json.dumps(header).encode() + b"\n")
+
+
+# What once ended in a traceback, a hang, too much memory, or a message without end.
+FOUND = {
+    "schema": [b'{"type": "object", "properties": "\\ud800"}', b'"\\ud800"', b"[" * 3000],
+    "regex": [b"([a-z]{1,3}|" * 300, b"((a{1000}){1000}){1000}"],
+    "grammar": [b"root ::= " + b'"a" | ' * 500, b"root ::= root root | root\n"],
+    "live": [json.dumps({"version": 1, "pid": 1, "started": "x", "at": at}).encode() for at in (10**400, "x", None)]
+    + [b'{"version": 1, "pid": -1, "at": 5}', b"[" * 3000],
+    "generation": [json.dumps({field: ["9" * 20_000]}).encode() for field in ("top_p", "eos_token_id")],
+    "messages": [json.dumps({"messages": [{"role": "9" * 20_000, "content": "x"}]}).encode()],
+    "tokenizer": [b'{"model": "' + b"9" * 20_000 + b'"}'],
+    "heat": [state_of("heat", header) for header in (
+        {}, {"header": {}}, {"header": 1, "arrays": []}, {"header": {}, "arrays": [1]},
+        {"header": {}, "arrays": [["a", "|O8", [1]]]}, {"header": {}, "arrays": [["a", "<f8", [-1]]]},
+        {"header": {}, "arrays": [["a", "<f8", [2**62]]]}, {"header": {}, "arrays": [["a", "<f8", ["x"]]]})],
+    "rates": [state_of("rates", {"header": header, "arrays": []}) for header in (
+        {}, {"memory_gb_s": "x", "disk_gb_s": 1}, {"memory_gb_s": 0, "disk_gb_s": 1}, {"memory_gb_s": None})],
+    "trace": [b"glm-gpu trace 1\n" + json.dumps({"fingerprint": 1, "num_layers": 1, "num_experts": 8,
+              "experts_per_tok": 2, "slab_nbytes": ["x"]}).encode() + b"\n", b"glm-gpu trace 1\n" + b"[" * 3000],
+    "conversation": [b'glm-gpu conversation 1\n{"identity": "identity", "num_ids": 1e999, "num_cached": 0, '
+                     b'"widths": [], "is_bf16": false, "note": {}}\n', b"glm-gpu conversation 1\n" + b"[" * 3000],
+    "template": [b"{{ '%1000000000d' % 1 }}", b"{{ raise_exception('x' * 30000000) }}"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("target", FOUND)
+def test_what_was_found_stays_mended(reading, target):
+    _, try_content = reading(target)
+    for content in FOUND[target]:
+        try_content(content)
+
+
+def test_a_record_longer_than_its_frame_is_refused(reading):
+    content, try_content = reading("trace")
+    head, _, _ = content.partition(b"}\n")
+    for record in (b"\1", struct.pack("<BHI", 1, 1, 2**32 - 1), struct.pack("<BHI", 1, 1, 3) + b"\0"):
+        data = zlib.compress(record)
+        said = try_content(head + b"}\n" + struct.pack("<II", len(data), zlib.crc32(data)) + data)
+        assert said.startswith("refused: ") and "longer than its frame" in said
+
+
+def test_a_trace_that_unpacks_to_far_more_than_its_size_is_refused(reading):
+    content, try_content = reading("trace")
+    head, _, _ = content.partition(b"}\n")
+    data = zlib.compress(struct.pack("<BHI", 1, 1, 4_000_000) + bytes(8_000_000))
+    frame = struct.pack("<II", len(data), zlib.crc32(data)) + data
+    assert "times its size" in try_content(head + b"}\n" + frame * 40)

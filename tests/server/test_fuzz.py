@@ -1,10 +1,14 @@
 """Bodies made from the server's own schema, and broken ones: every answer is one the schema's reader can expect."""
 
+import os
+
 import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+# GLM_GPU_FUZZ=100 tries a hundred times as many.
+TIMES = int(os.environ.get("GLM_GPU_FUZZ", "1"))
 PATHS = ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
          "/tokenize", "/detokenize"]  # fmt: skip
 ODD = st.one_of(
@@ -87,7 +91,7 @@ def test_no_body_is_an_error_of_the_server(shared_server, schema, path):
     )
     with httpx.Client(base_url=shared_server.url, timeout=20) as client:
 
-        @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+        @settings(max_examples=60 * TIMES, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
         @given(body=st.one_of(bodies, bodies, ODD))
         def check(body):
             if isinstance(body, dict) and "max_tokens" in names:
