@@ -113,8 +113,12 @@ def engine_tok_s(engine: Engine, num_tokens: int = 48) -> float:
 
 @contextlib.contextmanager
 def served(path: Path, threads: int | None = None) -> Iterator[tuple[Address, int]]:
-    """A server of this program on a free port, and its process; it keeps nothing of what it learns."""
-    words = ["serve", "--port", "0", "--model", str(path), *([] if threads is None else ["--threads", str(threads)])]
+    """A server of this program on a free port, and its process; it keeps nothing of what it learns.
+
+    It drafts nothing: tokens that come several at a time leave no gap to hold a stall against.
+    """
+    words = ["serve", "--port", "0", "--model", str(path), "--speculate", "off"]
+    words += [] if threads is None else ["--threads", str(threads)]
     with tempfile.TemporaryDirectory() as folder:
         environment = own_environment(XDG_STATE_HOME=folder)
         server = subprocess.Popen(own_command(*words), stderr=subprocess.PIPE, env=environment, text=True)
