@@ -37,7 +37,9 @@ def test_the_plan_shows_devices_and_adds_up(invoke):
         used = device["dense_bytes"] + device["cache_bytes"] + device["pass_bytes"] + slots
         assert used <= device["free_bytes"]
     code, out, _ = invoke("plan", "--device", "sim:2", "--vram", "40MiB,20MiB")
-    assert code == 0 and "simulated device 1" in out
+    assert code == 0 and "simulated device 1" in out and "one graph a device" in out
+    out = invoke("plan", "--device", "sim:1", "--vram", "20MiB", "--expert-slots", "8")[1]
+    assert "the host waits once a layer" in out
 
 
 def test_the_doctor_names_what_would_compute(invoke, monkeypatch):

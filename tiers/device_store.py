@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import numpy as np
@@ -130,8 +130,9 @@ class DeviceStore(TieredStore):
         pool.leases[held] += 1
         try:
             run = _Missing(tier, layer, held, len(choices))
-            for part in self._arrivals(tier, layer, ids[~is_here], phase, run):
-                compute(part)
+            with closing(self._arrivals(tier, layer, ids[~is_here], phase, run)) as parts:
+                for part in parts:
+                    compute(part)
         finally:
             pool.leases[:] = 0
 
@@ -143,20 +144,24 @@ class DeviceStore(TieredStore):
         lease = stack.enter_context(self.lease(layer, missing, phase))
         num_left = len(missing)
         with stack:
-            for members, slabs in lease.parts():
-                num_left -= len(members)
-                experts = missing[members].tolist()
-                done = 0
-                while done < len(experts):
-                    chunk = run.place(experts[done:], slabs[done:])
-                    done += len(chunk)
-                    table, index = tier.part_table(layer, chunk)
-                    arrived = tier.device.copy.record()
-                    tier.device.compute.wait(arrived)
-                    yield table
-                    run.finish(index, tier.device.compute.record())
-                if num_left:
-                    arrived.synchronize()  # before the next part is asked for, which may overwrite these slabs
+            try:
+                for members, slabs in lease.parts():
+                    num_left -= len(members)
+                    experts = missing[members].tolist()
+                    done = 0
+                    while done < len(experts):
+                        chunk = run.place(experts[done:], slabs[done:])
+                        done += len(chunk)
+                        table, index = tier.part_table(layer, chunk)
+                        arrived = tier.device.copy.record()
+                        tier.device.compute.wait(arrived)
+                        yield table
+                        run.finish(index, tier.device.compute.record())
+                    if num_left:
+                        arrived.synchronize()  # before the next part is asked for, which may overwrite these slabs
+            except BaseException:
+                tier.device.copy.synchronize()  # the slabs that are on their way are let go of now
+                raise
             self._deferred.append((arrived, stack.pop_all()))
 
     def tier_map(self) -> dict[int, np.ndarray]:

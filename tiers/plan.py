@@ -144,6 +144,14 @@ def make_plan(sizes: ModelSizes, budget: Budget, demand: Demand, heat: Heat | No
     missing_bytes = max(0, sum(sizes.slot_nbytes) * sizes.num_experts - on_devices - _total(num_slots))
     read_mode, reason = _read_mode(missing_bytes, spare_bytes, demand.read_mode)
     cached_bytes = spare_bytes if read_mode == "buffered" else 0
+    if demand.device_pass_bytes is not None:
+        num_placed = int(floor.is_on_device.sum()) + sum(num_slots.values())
+        is_complete = num_placed >= len(sizes.sparse_layers) * sizes.num_experts
+        reasons.append(
+            "every expert is in VRAM or host memory: a decode step is one graph a device if pinned memory can be read"
+            if is_complete
+            else "some experts are on disk: the host waits once a layer for the router's choice"
+        )
     placement = place(sizes, uses, floor.is_on_device, num_slots, num_locked, cached_bytes)
     return Plan(
         budget=budget,

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -100,6 +101,16 @@ class DeviceTransformer:
         return output
 
     def _forward(self, batch: Batch) -> Output:
+        try:
+            return self._run(batch)
+        except BaseException:
+            # What is queued of a pass that failed must not meet the numbers of the next one.
+            for part in self.parts:
+                with suppress(RuntimeError):
+                    part.device.compute.synchronize()
+            raise
+
+    def _run(self, batch: Batch) -> Output:
         self.store.begin_pass(batch.phase)
         caches = self._mirrors.begin([span.cache for span in batch.spans])
         shape = pass_shape(batch, self.config)
