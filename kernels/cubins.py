@@ -174,7 +174,10 @@ def _read(path: Path) -> Cubin | None:
     if found is None:
         return None
     header, arrays = found
-    return Cubin(arrays["image"].tobytes(), header["name"], header["shared_bytes"], header["num_warps"])
+    name, shared_bytes, num_warps = (header.get(key) for key in ("name", "shared_bytes", "num_warps"))
+    if "image" not in arrays or not isinstance(name, str) or not type(shared_bytes) is type(num_warps) is int:
+        return None
+    return Cubin(arrays["image"].tobytes(), name, shared_bytes, num_warps)
 
 
 def _write(path: Path, cubin: Cubin) -> None:

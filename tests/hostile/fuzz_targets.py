@@ -130,6 +130,12 @@ def rates(folder):
     load_rates(folder)
 
 
+def cubin(folder):
+    from glm_gpu.kernels import cubins
+
+    cubins._read(folder / "input")
+
+
 def live(folder):
     from glm_gpu.tiers.live import live_engines
 

@@ -25,6 +25,7 @@ from glm_gpu.batch import Batch
 from glm_gpu.conversations import save_conversation
 from glm_gpu.convert.settings import ConvertSettings
 from glm_gpu.engine import DEMO_MODEL
+from glm_gpu.kernels.cubins import Cubin, _write
 from glm_gpu.predict.cost import PlaceRates, Rates
 from glm_gpu.predict.measure import save_rates
 from glm_gpu.state import write_state
@@ -66,6 +67,7 @@ FILES = {
     "template": ("chat_template.jinja", False), "messages": ("input", True), "reply": ("input", False),
     "manifest": ("glm_gpu.json", True), "journal": ("glm_gpu.json.partial", True), "container": ("config.json", True),
     "conversation": ("input.conversation", False), "heat": ("input", False), "rates": ("rates", False),
+    "cubin": ("input", False),
     "live": ("live/1.json", True), "trace": ("input", False), "schema": ("input", True), "grammar": ("input", False),
     "regex": ("input", False), "task": ("input", True),
 }  # fmt: skip
@@ -107,6 +109,8 @@ def write_seed(target, folder):
             write_state(folder / "input", "heat", 1, {"fingerprint": "fingerprint"}, Heat(4, 8).arrays())
         case "rates":
             save_rates(folder, Rates(PlaceRates(10.0, 50.0), 1.0))
+        case "cubin":
+            _write(folder / "input", Cubin(b"image", "name", 1, 4))
         case "live":
             (folder / "live").mkdir()
             document = {"version": 1, "pid": 1, "started": "x", "at": 5.0, "fingerprint": "f", "map": [{"a": [1]}]}
@@ -179,7 +183,7 @@ def mutated_value(rng, value):
 
 def signed(target, content):
     """The content with its checksum made right, so that what lies behind is reached too."""
-    if target in ("heat", "rates"):
+    if target in ("heat", "rates", "cubin"):
         first, _, rest = content.partition(b"\n")
         return b" ".join([*first.split(b" ")[:3], hashlib.sha256(rest).hexdigest().encode()]) + b"\n" + rest
     if target == "conversation":
@@ -281,7 +285,7 @@ def test_mutated_files_are_read_or_refused_in_one_line(reading, target):
         changed = mutated(rng, content, FILES[target][1])
         outcomes.add(try_content(signed(target, changed) if number % 2 else changed)[:2])
     # Heat, rates and status are told of in the log; a template may be any text, and so may a reply.
-    assert "re" in outcomes or target in ("heat", "rates", "live", "reply", "template")
+    assert "re" in outcomes or target in ("heat", "rates", "cubin", "live", "reply", "template")
 
 
 def state_of(kind, header):
@@ -302,6 +306,7 @@ FOUND = {
         {}, {"header": {}}, {"header": 1, "arrays": []}, {"header": {}, "arrays": [1]},
         {"header": {}, "arrays": [["a", "|O8", [1]]]}, {"header": {}, "arrays": [["a", "<f8", [-1]]]},
         {"header": {}, "arrays": [["a", "<f8", [2**62]]]}, {"header": {}, "arrays": [["a", "<f8", ["x"]]]})],
+    "cubin": [state_of("cubin", {"header": {}, "arrays": []})],
     "rates": [state_of("rates", {"header": header, "arrays": []}) for header in (
         {}, {"memory_gb_s": "x", "disk_gb_s": 1}, {"memory_gb_s": 0, "disk_gb_s": 1}, {"memory_gb_s": None})],
     "trace": [b"glm-gpu trace 1\n" + json.dumps({"fingerprint": 1, "num_layers": 1, "num_experts": 8,
