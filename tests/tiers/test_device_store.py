@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from glm_gpu.checkpoint import Checkpoint
+from glm_gpu.device import DeviceMemoryError
 from glm_gpu.device_sim import SimDevice
 from glm_gpu.recipe import Recipe
 from glm_gpu.tiers.device_store import DeviceStore
@@ -181,6 +182,20 @@ def test_a_read_that_fails_leaves_the_store_whole(open_bench, monkeypatch):
         with pytest.raises(OSError, match="Input/output"):
             bench.store.compute_missing(layer, np.array([missing]), "decode", lambda table: None)
         monkeypatch.undo()
+        bench.store.begin_pass("decode")
+        here, *parts = bench.run(layer, [missing])
+        assert set(missing) <= set(here) | {e for part in parts for e in part}
+
+
+def test_slabs_are_held_until_they_are_copied_even_if_their_kernel_cannot_be_queued(open_bench):
+    def fail(table) -> None:
+        raise DeviceMemoryError("no memory")
+
+    with open_bench(2, num_host=2) as bench:
+        layer = bench.layers[0]
+        missing = [e for e in range(bench.num_experts) if not bench.tier.table.address(layer, e)][:2]
+        with pytest.raises(DeviceMemoryError):
+            bench.store.compute_missing(layer, np.array([missing]), "decode", fail)
         others = [e for e in range(bench.num_experts) if e not in missing]
         with bench.store.lease(layer, np.array(others), "decode") as lease:  # takes the host's slots for other bytes
             assert sum(len(members) for members, _ in lease.parts()) == len(others)
