@@ -210,6 +210,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", action="store_true", help="keep the result in bench/results")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ends early, with what was found so far
     with tempfile.TemporaryDirectory() as folder:
         server = Server(Path(folder))
         load, samples, began = Load(server, random.Random(given.seed)), [], time.monotonic()
