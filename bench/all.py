@@ -6,7 +6,8 @@
 
 MODEL_DIR is the BF16 checkpoint that tools/train_demo.py writes; without it `quality` and `rounding` are left out.
 What the parts need, 7 GB of a slice and 8 GB of a checkpoint, is written below --work and removed at the end. A part
-that fails is named at the end, and its results stay as they were. Needs `pip install '.[bench]'`.
+that fails is named at the end and keeps its old results; so is `serve` when it misses a bound, with its new ones. Needs
+`pip install '.[bench]'`.
 """
 
 import argparse
