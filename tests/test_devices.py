@@ -61,7 +61,7 @@ def test_tokens_are_the_cpu_s_wherever_its_margin_exceeds_16_bit_noise(runs, nam
     noise = NOISE * np.abs(expected).max()
     best = np.sort(expected, axis=1)
     is_clear = best[:, -1] - best[:, -2] > noise
-    assert is_clear.mean() > 0.5
+    assert is_clear.mean() > 0.3
     assert (logits.argmax(axis=1) == expected.argmax(axis=1))[is_clear].all()
     assert np.median(np.abs(logits - expected)) < noise / 8
     if is_clear[-len(ids) :].all():
