@@ -80,6 +80,13 @@ def test_an_index_file_of_many_small_values_is_refused_before_it_is_parsed(tmp_p
         index_shards(tmp_path)
 
 
+def test_long_texts_of_any_letters_are_read():
+    for text in ("ё" * 1_000_000, "👩‍👩‍👧\n" * 300_000, "a\n" * 1_000_000 + "👩"):
+        for is_ascii in (True, False):
+            data = json.dumps({"note": text}, ensure_ascii=is_ascii).encode()
+            assert parse_json_object(data, "x") == {"note": text}
+
+
 def test_files_of_the_largest_models_are_far_from_the_bounds():
     names = [f"model.layers.{i % 78}.mlp.experts.{i // 78}.gate_proj.weight" for i in range(60_000)]
     index = {"weight_map": {name: f"model-{i % 144:05d}-of-00144.safetensors" for i, name in enumerate(names)}}
