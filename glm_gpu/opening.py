@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -31,6 +31,7 @@ from glm_gpu.tiers.sizes import ModelSizes, model_sizes
 
 # What a context takes when none is asked for; GLM-5.2 itself allows 1,048,576 positions, 90 GiB of cache.
 DEFAULT_CONTEXT = 8192
+ON_CPU = DeviceRequest("cpu")
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ class EngineOptions:
         is_heat_read_only: use the heat that is kept, and leave it as it is.
         num_contexts: full contexts that memory is kept for; a server's sequences share them.
         is_shared: they do: rows are in pages of the host, whatever computes.
-        devices: what computes; without a GPU the CPU does.
+        devices: what computes. The library's default is the CPU; commands take GPUs where there are any.
     """
 
     expert_bits: int | None = None
@@ -85,7 +86,7 @@ class EngineOptions:
     is_heat_read_only: bool = False
     num_contexts: int = 1
     is_shared: bool = False
-    devices: DeviceRequest = field(default_factory=DeviceRequest)
+    devices: DeviceRequest = ON_CPU
 
     @property
     def recipe(self) -> Recipe:
