@@ -20,8 +20,8 @@ access_log = logging.getLogger("glm_gpu.access")
 # What a browser must get before it can ask for a key; none of it tells of the model or of anyone's requests.
 _STATIC = ("app.js", "docs.js", "markdown.js", "style.css")
 _OPEN_PATHS = frozenset({"/", "/docs", "/health", "/favicon.ico", *(f"/static/{name}" for name in _STATIC)})
-# A million token ids come to 120 MiB by `json_memory_bytes`.
-_MEMORY_RATIO, _MIN_MEMORY_BYTES = 8, 16 << 20
+# As for files, see `json_file`; a million token ids come to 120 MiB by `json_memory_bytes`.
+_MEMORY_RATIO, _MIN_MEMORY_BYTES = 17, 16 << 20
 _MIN_BODY_BYTES_S = 20_000
 _SECURITY_HEADERS = [
     (b"x-content-type-options", b"nosniff"),
