@@ -105,8 +105,8 @@ def test_c26_a_prompt_as_long_as_the_context_fits_beside_experts_that_fill_the_m
         assert all(part.workspace.arena.peak_bytes <= part.workspace.arena.num_bytes for part in engine.model.parts)
 
 
-def opened(oracle_dir, num_slots: int) -> Engine:
-    path = oracle_dir / "tiny_olmoe"
+def opened(oracle_dir, num_slots: int, name: str = "tiny_olmoe") -> Engine:
+    path = oracle_dir / name
     need = needs(path)
     sizes = need.kept_bytes + need.pass_bytes + num_slots * need.slot_bytes
     return Engine.open(path, options_for(path, devices=on_devices(sizes)))
@@ -184,6 +184,21 @@ def test_a_pass_is_replayed_with_new_numbers_from_the_second_time_on(oracle_dir)
         engine.model._seen.clear()
         engine.model._captured = lambda shape, inputs: None
         assert np.array_equal(greedy(engine, range(20), 6)[1], logits)
+
+
+@pytest.mark.parametrize(("name", "num_slots"), [("tiny_olmoe", 36), ("tiny_olmoe", 8), ("tiny_glm", 64)])
+def test_a_row_has_the_same_bits_alone_and_among_drafts(oracle_dir, name, num_slots):
+    with opened(oracle_dir, num_slots, name) as engine:
+        ids = [5, 9, 2, 7, 1]
+        cache = engine.model.new_cache(engine.context, is_bf16=True)
+        engine.model.forward(Batch.of([(range(6), cache)], "prefill"))
+        together = [engine.model.forward(Batch.of([(ids, cache)], "decode", all_logits=True)).logits]
+        for _ in range(2):  # eager, and where all is at hand the graph
+            cache.truncate(6)
+            together.append(engine.model.forward(Batch.of([(ids, cache)], "decode", all_logits=True)).logits)
+        cache.truncate(6)
+        alone = [engine.model.forward(Batch.of([([i], cache)], "decode")).logits[0] for i in ids]
+        assert all(np.array_equal(rows, alone) for rows in together)
 
 
 def test_a_prompt_reads_each_missing_expert_once_a_chunk(oracle_dir):
