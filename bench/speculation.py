@@ -2,40 +2,44 @@
 
     python bench/speculation.py exact [--tokens 200]      every drafter, width and mixture against plain decoding
     python bench/speculation.py acceptance                by depth, on texts that were not trained on
-    python bench/speculation.py speed [--repeats 3]       against plain decoding, at three memory budgets
+    python bench/speculation.py speed --budget half       --speculate auto against off: resident, half or disk
     python bench/speculation.py json                      schemas: share of valid documents, tokens a pass
 
-Prompts come from the held-out texts in glm_gpu/tasks/heldout. Each part ends with one JSON line.
+Prompts come from held-out texts. Results go to bench/results.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
-import os
+import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+
+import record
 
 from glm_gpu.engine import Engine
 from glm_gpu.evaluate import heldout_texts
 from glm_gpu.grammar import Grammar
-from glm_gpu.kernels import cpu
-from glm_gpu.machine import cpu_name
 from glm_gpu.opening import EngineOptions
 from glm_gpu.sampling import SamplingParams
 from glm_gpu.session import Session
 from glm_gpu.speculative import MAX_WIDTH, MtpDrafter, SpeculateMode, Speculator, WidthPolicy
-from glm_gpu.tiers.heat import Heat
-from glm_gpu.tiers.residency import slots_for_all
-from glm_gpu.tiers.store import TieredStore
+from glm_gpu.tiers.files import ReadMode
 
 KINDS = {"scripture": "bible", "plays": "plays", "poems": "poems", "chat": "chats"}
 PROMPT_TOKENS = 48
 GREEDY = SamplingParams(temperature=0)
 # The model's own distribution; a seed gives the same text with drafts and without.
 SAMPLED = SamplingParams(temperature=1.0, seed=1)
-# Of every layer's experts, so many have a slot. The smallest share still holds what one token uses of every layer.
-BUDGETS = {"all resident": 1.0, "half": 0.5, "disk-bound": 0.07}
+# How many of the experts have a slot. The smallest share still holds what one token uses of every layer, and reads past
+# the page cache, which else would hold the whole demo.
+BUDGETS: dict[str, tuple[str, float, ReadMode | None]] = {
+    "resident": ("all resident", 1.0, None),
+    "half": ("half", 0.5, None),
+    "disk": ("disk-bound", 0.07, "direct"),
+}
 SCHEMAS = {
     "nested": {
         "type": "object",
@@ -129,46 +133,74 @@ def acceptance(engine: Engine, arguments: argparse.Namespace) -> dict:
     return found
 
 
-def speed(engine: Engine, arguments: argparse.Namespace) -> dict:
-    """How many times the speed of plain decoding, measured in turns answer by answer: medians and quartiles."""
-    found: dict = {}
-    for budget, share in BUDGETS.items():
-        give_slots(engine, share)
-        policies = {"auto": WidthPolicy(), "mtp": WidthPolicy(min_width=1), "ngram": WidthPolicy(min_width=1)}
+def speed(arguments: argparse.Namespace) -> dict:
+    """How many times the speed of plain decoding, in pairs of answers one after the other: medians and their intervals.
+
+    Two engines with the same budget, each with its own experts in memory, as two users of one machine would have them;
+    whichever of a pair goes first alternates. The automatic one keeps what it learned from answer to answer.
+    """
+    shown, share, read = BUDGETS[arguments.budget]
+    rows = []
+    with budgeted("off", share, read) as plain, budgeted("auto", share, read) as auto:
         for kind, params in itertools.product(("scripture", "plays", "chat"), (GREEDY, SAMPLED)):
-            plain_s: list[float] = []
-            gains: dict[str, list[float]] = {mode: [] for mode in policies}
-            passes = dict.fromkeys(policies, 0)
-            for prompt in prompts(engine, kind, arguments.prompts) * arguments.repeats:
-                plain_s.append(seconds_of(session(engine, "off", WidthPolicy()), prompt, params, arguments.tokens))
-                for mode, policy in policies.items():
-                    # as the engine does: "auto" leaves the multi-token layer out where experts are read from disk
-                    turn = session(engine, "ngram" if mode == "auto" and share < 1 else mode, policy)
-                    gains[mode].append(plain_s[-1] / seconds_of(turn, prompt, params, arguments.tokens))
-                    passes[mode] += turn.last.num_passes
-            num_tokens = len(plain_s) * (arguments.tokens - 1)
-            tok_s = (arguments.tokens - 1) / statistics.median(plain_s)
-            line = {mode: [round(q, 2) for q in statistics.quantiles(values)] for mode, values in gains.items()}
-            per_pass = {mode: round(num_tokens / num, 2) for mode, num in passes.items()}
-            how = "greedy" if params is GREEDY else "sampled"
-            name = f"{budget}, {kind}, {how}"
-            print(f"{name:<32} plain {tok_s:5.1f} tok/s, times that: {line}, tokens a pass: {per_pass}")
-            found[name] = {"plain_tok_s": tok_s, "times_plain": line, "tokens_per_pass": per_pass}
-        print("   ", "; ".join(policies["auto"].summary))
-    return found
+            decode: dict[str, list[float]] = {"off": [], "auto": []}
+            whole: dict[str, list[float]] = {"off": [], "auto": []}
+            num_passes = 0
+            for number, prompt in enumerate(prompts(plain, kind, arguments.prompts) * arguments.repeats):
+                engines = [("off", plain), ("auto", auto)]
+                for mode, engine in engines if number % 2 else reversed(engines):
+                    turn = engine.session()
+                    list(turn.generate(prompt, params, arguments.tokens, ignore_eos=True))
+                    decode[mode].append(turn.last.decode_s)
+                    whole[mode].append(turn.last.prefill_s + turn.last.decode_s)
+                    num_passes += turn.last.num_passes if mode == "auto" else 0
+            row = {
+                "name": f"{shown}, {kind}, {'greedy' if params is GREEDY else 'sampled'}",
+                "plain_tok_s": (arguments.tokens - 1) / statistics.median(decode["off"]),
+                "decode": times_plain(decode),
+                "whole": times_plain(whole),
+                "tokens_per_pass": len(decode["off"]) * (arguments.tokens - 1) / num_passes,
+                "answers": len(decode["off"]),
+            }
+            rows.append(row)
+            print(
+                f"{row['name']:<32} plain {row['plain_tok_s']:5.1f} tok/s; auto {shown_ratio(row['decode'])} times, "
+                f"with prefill {shown_ratio(row['whole'])}; {row['tokens_per_pass']:.2f} tokens a pass",
+                flush=True,
+            )
+        print("   ", "; ".join(auto.speculation.summary))
+        return {"rows": rows, "decision": auto.speculation.as_dict()}
 
 
-def seconds_of(turn: Session, prompt: list[int], params: SamplingParams, num_tokens: int) -> float:
-    list(turn.generate(prompt, params, num_tokens))
-    return turn.last.decode_s
+def times_plain(seconds: dict[str, list[float]]) -> dict[str, float]:
+    """The median of the pairs' ratios with a 95 % interval by bootstrap, and the ratio of the sums."""
+    ratios = [off / auto for off, auto in zip(seconds["off"], seconds["auto"], strict=True)]
+    rng = random.Random(0)
+    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(1000))
+    return {
+        "median": statistics.median(ratios),
+        "low": medians[25],
+        "high": medians[975],
+        "sums": sum(seconds["off"]) / sum(seconds["auto"]),
+    }
 
 
-def give_slots(engine: Engine, share: float) -> None:
-    """Let the engine's experts have slots for a share of them."""
-    files = engine.store.files
-    slots = {size: max(1, int(share * num)) for size, num in slots_for_all(files).items()}
-    heat = Heat(engine.config.num_hidden_layers + 1, engine.config.n_routed_experts)
-    engine.store = engine.model.store = TieredStore(files, slots, heat)
+def shown_ratio(found: dict[str, float]) -> str:
+    return f"{found['median']:.3f} ({found['low']:.3f} to {found['high']:.3f})"
+
+
+@contextlib.contextmanager
+def budgeted(speculate: SpeculateMode, share: float, read: ReadMode | None) -> Iterator[Engine]:
+    """The demo with a share of its experts in memory, warmed by an answer."""
+    slots = None
+    if share < 1:
+        with Engine.open(None, EngineOptions(context=64, speculate="off")) as engine:
+            slots = int(share * len(engine.config.sparse_layers) * engine.config.n_routed_experts)
+    options = EngineOptions(context=512, speculate=speculate, expert_slots=slots, read=read or "auto")
+    with Engine.open(None, options) as engine:
+        for kind in ("scripture", "plays"):
+            list(engine.session().generate(prompts(engine, kind, 1)[0], GREEDY, 64))
+        yield engine
 
 
 def json_documents(engine: Engine, arguments: argparse.Namespace) -> dict:
@@ -199,20 +231,22 @@ def is_json(text: str) -> bool:
     return True
 
 
-PARTS = {"exact": exact, "acceptance": acceptance, "speed": speed, "json": json_documents}
+PARTS = {"exact": exact, "acceptance": acceptance, "json": json_documents}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=PARTS)
+    parser.add_argument("part", choices=[*PARTS, "speed"])
+    parser.add_argument("--budget", choices=BUDGETS, default="resident", help="of `speed`")
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=1)
     arguments = parser.parse_args()
-    print(f"{cpu_name()}, kernels {cpu.implementation()}, load {os.getloadavg()[0]:.2f}, {arguments}")
+    if arguments.part == "speed":
+        record.save(f"speculation_{arguments.budget}", speed(arguments))
+        return
     with Engine.open(None, EngineOptions(context=512)) as engine:
-        found = PARTS[arguments.part](engine, arguments)
-    print(json.dumps({"part": arguments.part, "implementation": cpu.implementation(), **found}))
+        record.save(f"speculation_{arguments.part}", PARTS[arguments.part](engine, arguments))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,7 @@
 """How often guesses come true, by where they come from and how far ahead they are."""
 
+import itertools
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -33,12 +35,16 @@ class Acceptance:
     """How often guesses came true, by source and depth; a guess is tried only when those before it came true."""
 
     counts: dict[str, list[DepthCounts]] = field(default_factory=dict)
+    _chances: dict[str, list[float]] = field(default_factory=dict, repr=False)
 
     def observe(self, source: str, token_ids: Sequence[int], truth: Sequence[int]) -> None:
         """Compare a draft, verified or not, with what came."""
         if not token_ids:
             return
-        depths = self.counts.setdefault(source, [DepthCounts() for _ in range(MAX_WIDTH)])
+        depths = self.counts.get(source)
+        if depths is None:
+            depths = self.counts[source] = [DepthCounts() for _ in range(MAX_WIDTH)]
+        self._chances.pop(source, None)
         for depth, guessed, came in zip(depths, token_ids, truth, strict=False):
             depth.count(guessed == came)
             if guessed != came:
@@ -58,8 +64,7 @@ class Acceptance:
 
     def chances(self, source: str) -> list[float]:
         """The chance that this guess and all before it come true, by depth: MAX_WIDTH of them, falling."""
-        chances, chance = [], 1.0
-        for rate in self.rates(source):
-            chance *= rate
-            chances.append(chance)
+        chances = self._chances.get(source)
+        if chances is None:
+            chances = self._chances[source] = list(itertools.accumulate(self.rates(source), operator.mul))
         return chances

@@ -14,8 +14,8 @@ from glm_gpu.speculative.draft import Draft
 # Rows that may wait for the layer to run over them: bounds what they take (3 MB a sequence at GLM-5.2's width) and
 # costs one pass of one layer when they are many.
 MAX_PENDING = 128
-# Of them, so many are kept where nobody wants drafts: enough text behind which to begin again.
-_KEPT_PENDING = 64
+# Where nobody wants drafts so many are kept, up to twice as many: enough text behind which to begin again.
+_KEPT_PENDING = 32
 # Most rows of a pass that sequences share, as many as one of a prompt has: before it, long waiting ones are run alone.
 _MAX_ROWS = 512
 
@@ -68,14 +68,12 @@ class MtpDrafter:
             self._add_row(token_id)
             self._last_hidden = state.copy()  # not a view, which would keep the rows of the whole pass
             self._length += 1
-        if len(self._pending) < MAX_PENDING:
-            return
-        if self.is_idle:
+        if self.is_idle and len(self._pending) >= 2 * _KEPT_PENDING:
             self._cut_rows(0)
             self._pending = self._pending[-_KEPT_PENDING:]
             num_forgotten = self._length - 1 - len(self._pending)
             self._skipped, self._length = self._skipped + num_forgotten, self._length - num_forgotten
-        else:
+        elif len(self._pending) >= MAX_PENDING:
             self._run_pending()
 
     def cut(self, length: int) -> int:

@@ -34,6 +34,7 @@ class PassTimes:
         self._typical: dict[int, float] = {}
         self._last_at: dict[int, int] = {}
         self._num_passes = 0
+        self._table: dict[int, float] | None = None
 
     def observe(self, num_rows: int, seconds: float) -> None:
         self._num_passes += 1
@@ -43,13 +44,20 @@ class PassTimes:
         near = [s for at, s in self._plain if self._num_passes - at <= _NEAR]
         if not near:
             return
-        self.plain_s = statistics.fmean(near)
+        self.plain_s = sum(near) / len(near)
+        if is_plain:
+            if num_rows not in self._typical or self._num_passes % _MAX_AGE == 0:
+                self._table = None
+            self._typical[num_rows] = 1.0
+            self._last_at[num_rows] = self._num_passes
+            return
         size = self.num_sequences + coarse(num_rows - self.num_sequences)
         if self.age(size) > _MAX_AGE:
             self._costs[size] = deque(maxlen=_WINDOW)
-        self._costs[size].append(1.0 if is_plain else seconds / self.plain_s)
+        self._costs[size].append(seconds / self.plain_s)
         self._typical[size] = typical(self._costs[size])
         self._last_at[size] = self._num_passes
+        self._table = None
 
     @property
     def plain_age(self) -> int:
@@ -61,15 +69,19 @@ class PassTimes:
         return self._num_passes - self._last_at.get(num_rows, -_MAX_AGE - 1)
 
     def table(self) -> dict[int, float]:
-        """Costs by number of rows, ascending, of those that there were passes of lately.
+        """Costs by number of rows, ascending, of those that there were passes of lately; to be left unchanged.
+
+        Of the fewest beyond a plain pass the cost is never forgotten: what did not pay is tried again by probes only.
 
         More rows never cost less than fewer: where they seem to, the machine was busy when the fewer were timed.
         """
-        table, floor = {}, 0.0
-        for rows in sorted(self._typical):
-            if self.age(rows) <= _MAX_AGE:
-                floor = table[rows] = max(self._typical[rows], floor)
-        return table
+        if self._table is None:
+            table, floor = {}, 0.0
+            for rows in sorted(self._typical):
+                if self.age(rows) <= _MAX_AGE or len(table) == 1:
+                    floor = table[rows] = max(self._typical[rows], floor)
+            self._table = table
+        return self._table
 
 
 def coarse(num_extra: int) -> int:

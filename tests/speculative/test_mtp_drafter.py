@@ -187,7 +187,6 @@ def test_drafts_of_several_sequences_in_one_pass_are_those_of_each_alone(tiny_gl
 
 def test_rows_that_nobody_wants_are_forgotten_and_drafts_go_on_from_the_latest(tiny_glm, long_text, monkeypatch):
     ids, hidden = long_text
-    monkeypatch.setattr(mtp_module, "MAX_PENDING", 40)
     monkeypatch.setattr(mtp_module, "_KEPT_PENDING", 16)
     idle = new_drafter(tiny_glm)
     idle.observe(ids[:30], hidden[:30])
@@ -195,7 +194,7 @@ def test_rows_that_nobody_wants_are_forgotten_and_drafts_go_on_from_the_latest(t
     idle.is_idle = True
     for start in range(30, 75):
         idle.observe(ids[start : start + 1], hidden[start : start + 1])
-        assert idle.num_pending < 40
+        assert idle.num_pending < 32
     assert idle.cache.length == 0 and idle.num_pending >= 16
     fresh = new_drafter(tiny_glm)
     first = 75 - idle.num_pending - 1

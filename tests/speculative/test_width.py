@@ -228,10 +228,10 @@ def test_a_probe_asks_the_sequence_that_is_readiest():
     policy.times(2).observe(4, 2.0)
     offers = [Offer(8, costly="mtp", backlog=9), Offer(8, costly="mtp", backlog=2)]
     found = []
-    for _ in range(70):
+    for _ in range(130):
         found.append([choice.width for choice in policy.choose(offers).choices])
         policy.times(2).observe(2, 1.0)
-    assert found.count([0, 1]) == 1 and found.count([0, 0]) == 69 and not policy.wants_costly
+    assert found.count([0, 1]) == 1 and found.count([0, 0]) == 129 and not policy.wants_costly
 
 
 def test_numbers_of_rows_are_counted_together_within_an_eighth():
