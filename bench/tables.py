@@ -182,7 +182,21 @@ def machines(documents: Sequence[dict]) -> str:
 
 
 _KINDS = {"bible": "scripture"}
+
+
+def speculation(documents: Sequence[dict]) -> str:
+    """`--speculate auto` against `off`, by memory and text."""
+    rows = []
+    for row in (row for document in documents for row in document["rows"]):
+        cells = [
+            f"{found['median']:.2f} ({found['low']:.2f} to {found['high']:.2f})"
+            for found in (row["decode"], row["whole"])
+        ]
+        rows.append([row["name"], f"{row['plain_tok_s']:.0f} tok/s", *cells, f"{row['tokens_per_pass']:.2f}"])
+    return table(["", "off", "auto, times that", "with prefill", "tokens a pass"], rows)
+
+
 TABLES: dict[str, Callable[[Sequence[dict]], str]] = {
     "convert_rtn": convert, "policies": policies, "quality": quality, "rounding": rounding, "startup": startup,
-    "predict": predict, "published": published, "machines": machines,
+    "predict": predict, "speculation_resident": speculation, "published": published, "machines": machines,
 }  # fmt: skip
