@@ -60,7 +60,7 @@ def everything(
 
     All parts, each in a process of its own, in about five minutes: reading experts, kernels, decode, prefill, the
     same with less and less memory, and the server. Each figure stands beside the limit that was measured with it;
-    at the end comes what they predict for the whole model.
+    at the end comes what they predict for the whole model. The CPU computes, even where there are GPUs.
     """
     if context.invoked_subcommand is not None:
         return

@@ -1,1 +1,1 @@
-"""What this machine does with GLM-5.2: reads, kernels, decode, prefill, tiers, the server; each beside its limit."""
+"""What this machine's CPU does with GLM-5.2: reads, kernels, decode, prefill, tiers, the server; limits beside."""

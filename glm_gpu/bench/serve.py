@@ -117,7 +117,7 @@ def served(path: Path, threads: int | None = None) -> Iterator[tuple[Address, in
 
     It drafts nothing: tokens that come several at a time leave no gap to hold a stall against.
     """
-    words = ["serve", "--port", "0", "--model", str(path), "--speculate", "off"]
+    words = ["serve", "--port", "0", "--model", str(path), "--speculate", "off", "--device", "cpu"]
     words += [] if threads is None else ["--threads", str(threads)]
     with tempfile.TemporaryDirectory() as folder:
         environment = own_environment(XDG_STATE_HOME=folder)
