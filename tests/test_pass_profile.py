@@ -52,6 +52,10 @@ def answer(engine: Engine) -> tuple[list[int], dict]:
 @pytest.fixture
 def engine():
     with Engine.open(None, EngineOptions(context=64, speculate="off")) as engine:
+        # experts that are still on their way would be computed in calls of their own, and make the next layer's guessed
+        while any(tier.name == "disk" and tier.num_experts for tier in engine.store.report()):
+            engine.store.begin_pass("prefill")
+            time.sleep(0.01)
         yield engine
 
 
@@ -73,7 +77,7 @@ def test_lines_add_up_to_the_wall_time_of_each_phase(engine):
 @needs_extension
 @pytest.mark.parametrize(
     ("kernel", "part"),
-    [("attend_latent", "attention"), ("route", "router"), ("expert_ffn", "experts"), ("mlp", "shared expert")],
+    [("attend_absorbed", "attention"), ("route", "router"), ("expert_ffn", "experts"), ("mlp", "shared expert")],
 )
 def test_the_time_of_a_kernel_is_its_parts_and_no_others(engine, monkeypatch, kernel, part):
     slow = SlowKernel(cpu.active, kernel)
