@@ -2,11 +2,12 @@
 
 cores = 8                     physical
 ram = "64GiB"                 all of it; used = "4GiB" of that by the system and other programs
-memory_gb_s = 60              reads of all cores together, as `glm-gpu plan --measure` finds them;
+memory_gb_s = 60              reads of all cores together, as `glm-gpu bench kernels` finds them;
                               about 80 % of channels x 8 bytes x transfers a second
 disk_gb_s = 5.0               experts of 20 MB read past the page cache, several at once: `glm-gpu bench io`
 disk_latency_ms = 0.3         of the first of them; default 0.3
-core_gmac_s = 60              10^9 int16 multiply-adds a second of a core; default: with AVX-512 VNNI, half with AVX2
+core_gmac_s = 45              10^9 multiply-adds a second that a core gets through with experts in a prompt's pass;
+                              default 45, as with AVX-512 VNNI; half of it with AVX2
 
 [[gpus]]                      one table a card, or count = 4 of the same
 vram = "24GiB"
