@@ -162,7 +162,7 @@ def prompt_row(args: argparse.Namespace) -> dict:
         table = np.zeros((1, parts.num_layers, 3))
         table[0, list(engine.config.sparse_layers), 1] = engine.config.n_routed_experts
     places, visits = np.full(parts.num_layers, HOST), visits_of(table, np.array([PROMPT]))
-    predicted_s = passes_cost(parts, rates, places, visits, PROMPT / 2, 1).seconds
+    predicted = passes_cost(parts, rates, places, visits, PROMPT / 2, 1)
     measured_s = statistics.median(walls)
     return {
         "prompt_tokens": PROMPT,
@@ -170,8 +170,9 @@ def prompt_row(args: argparse.Namespace) -> dict:
         "measured_spread_s": [min(walls), max(walls)],
         "kernels_gmac_s": rates.host.gmac_s,
         "dense_gmac_s": rates.host.dense_gmac_s,
-        "predicted_s": predicted_s,
-        "predicted_over_measured": predicted_s / measured_s,
+        "predicted_s": predicted.seconds,
+        "bottleneck": predicted.bottleneck,
+        "predicted_over_measured": predicted.seconds / measured_s,
     }
 
 

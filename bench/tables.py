@@ -145,7 +145,7 @@ def startup(documents: Sequence[dict]) -> str:
 
 
 def predict(documents: Sequence[dict]) -> str:
-    """Predicted against measured decode of a slice."""
+    """Predicted against measured: a slice's decode by memory, and a prompt."""
     rows = []
     for row in documents[0]["rows"]:
         predicted, off = row["predicted"], row["predicted_over_measured"] - 1
@@ -157,6 +157,12 @@ def predict(documents: Sequence[dict]) -> str:
             predicted["bottleneck"],
         ]
         rows.append([where, *measured, *foretold])
+    if prompt := documents[0].get("prompt"):
+        foretold = f"{number(prompt['predicted_s'])} s ({prompt['predicted_over_measured'] - 1:+.0%})"
+        where = f"resident, a prompt of {prompt['prompt_tokens']} tokens"
+        rows.append(
+            [where, f"{number(prompt['measured_s'])} s", "100%", foretold, "100%", prompt.get("bottleneck", "")]
+        )
     return table(["experts in memory", "measured", "hits", "predicted", "hits", "bound by"], rows)
 
 
