@@ -31,7 +31,7 @@ _GATED_BLOCK_N = {BLOCK_M: BLOCK_N, WIDE_BLOCK_M: BLOCK_N // 2}
 
 # Up to so many (token, choice) pairs one small kernel makes the whole plan.
 _SMALL_PLAN = 128
-_BLOCK_PAIRS = 128
+_BLOCK_PAIRS = 64
 
 
 def rows_per_tile(num_rows: int, experts_per_tok: int, num_experts: int) -> int:
