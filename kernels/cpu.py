@@ -19,7 +19,7 @@ active = _cpu
 
 
 def implementation() -> str:
-    """What the kernels run on now: "numpy", "base", "avx2", "avx512vnni" or "neondot"."""
+    """What the kernels run on now: "numpy", "base", "avx2", "avx512vnni", "amxint8" or "neondot"."""
     return "numpy" if active is None else active.implementation()
 
 

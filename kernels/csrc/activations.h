@@ -10,6 +10,8 @@ enum layout {
     BY_SIXTEEN, /* integers [tokens / 16][groups][32][16 tokens][2]; scales, corrections [tokens / 16][stride][16 tokens] */
     BY_DIGIT,  /* int4 weights: bytes [tokens][stride / 2][even high, even low, odd high, odd low][2 groups][32];
                 * x = 256 * high + low, high signed, low unsigned; scales, corrections as BY_TOKEN */
+    BY_TILE,   /* digits as BY_DIGIT, bytes [tokens / lines][stride][high, low][lines][64];
+                * scales [tokens / lines][stride][lines], no corrections */
     AS_FLOATS /* floats [tokens][groups * 64], in order of the columns */
 };
 
@@ -18,6 +20,7 @@ enum layout {
 struct batch {
     enum layout layout;
     int tokens, columns, groups;
+    int lines;  /* tokens side by side, 16 at most; 1 in layouts of single tokens */
     int stride; /* groups, rounded up to 16: vectors of 16 groups may be loaded anywhere */
     int16_t *integers;
     float *scales;
@@ -29,7 +32,10 @@ struct batch {
 static size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
 
 static enum layout layout_for(int tokens, enum kind kind) {
-#if defined(__AVX512VNNI__)
+#if defined(__AMX_INT8__)
+    if (kind == KIND_INT4 && tokens >= 1 && tokens <= MAX_DIGIT_TOKENS) return BY_DIGIT;
+    if (tokens > 1) return BY_TILE;
+#elif defined(__AVX512VNNI__)
     /* tuned on [2048, 6144] int4: three blocks of four still cost less than sixteen tokens */
     if (tokens > 12) return BY_SIXTEEN;
     if (kind == KIND_INT4 && tokens >= 1 && tokens <= MAX_DIGIT_TOKENS) return BY_DIGIT;
@@ -39,13 +45,24 @@ static enum layout layout_for(int tokens, enum kind kind) {
     return BY_TOKEN;
 }
 
+/* How many tokens lie side by side. */
+static int lines_for(enum layout layout, int tokens) {
+    if (layout == BY_FOUR) return 4;
+    if (layout == BY_SIXTEEN) return 16;
+    int lines = 1;
+    if (layout == BY_TILE)
+        while (lines < tokens && lines < 16) lines *= 2;
+    return lines;
+}
+
 /* Memory for `tokens` activations of `columns`, zeroed. Returns 0, or -1 without memory. */
 static int batch_create(struct batch *batch, enum layout layout, int tokens, int columns) {
-    int padded = (int)round_up(tokens, layout == BY_FOUR ? 4 : layout == BY_SIXTEEN ? 16 : 1);
-    *batch = (struct batch){.layout = layout, .tokens = tokens, .columns = columns};
+    const int lines = lines_for(layout, tokens);
+    const size_t padded = round_up(tokens, lines);
+    *batch = (struct batch){.layout = layout, .tokens = tokens, .columns = columns, .lines = lines};
     batch->groups = (columns + GROUP - 1) / GROUP;
     batch->stride = (int)round_up(batch->groups, 16);
-    size_t groups = (size_t)padded * batch->stride;
+    size_t groups = padded * batch->stride;
     size_t element = layout == AS_FLOATS ? sizeof(float) : sizeof(int16_t);
     size_t factors = layout == BY_FOUR ? groups * 4 : groups;
     size_t values = groups * GROUP * element, bytes = values + factors * 8;
@@ -166,6 +183,18 @@ static void split_digits(struct batch *batch, int token, const int16_t *integers
         }
 }
 
+/* The same for BY_TILE, scales too. */
+static void set_tile_token(struct batch *batch, int token, const int16_t *integers, const float *scales) {
+    const size_t lines = batch->lines, first = token / lines * batch->stride, line = token % lines;
+    for (size_t g = 0; g < (size_t)batch->groups; g++) {
+        char *high = (char *)batch->integers + ((first + g) * 2 * lines + line) * GROUP, *low = high + lines * GROUP;
+        const int16_t *x = integers + g * GROUP;
+        for (int i = 0; i < GROUP; i++) high[i] = (char)(x[i] >> 8);
+        for (int i = 0; i < GROUP; i++) low[i] = (char)x[i];
+        batch->scales[(first + g) * lines + line] = scales[g];
+    }
+}
+
 /* Copies token `from` of a BY_TOKEN or AS_FLOATS batch to place `to` of a batch with any layout. */
 static void batch_copy_token(struct batch *batch, int to, const struct batch *source, int from) {
     const int groups = batch->groups;
@@ -177,6 +206,10 @@ static void batch_copy_token(struct batch *batch, int to, const struct batch *so
     const int16_t *integers = source->integers + (size_t)from * groups * GROUP;
     const float *scales = source->scales + (size_t)from * batch->stride;
     const int32_t *corrections = source->corrections + (size_t)from * batch->stride;
+    if (batch->layout == BY_TILE) {
+        set_tile_token(batch, to, integers, scales);
+        return;
+    }
     if (batch->layout == BY_TOKEN || batch->layout == BY_DIGIT) {
         if (batch->layout == BY_DIGIT)
             split_digits(batch, to, integers);

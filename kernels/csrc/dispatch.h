@@ -1,6 +1,7 @@
 /* One table of functions for each instruction set; module.c picks one when the extension is loaded.
  *
- * isa.c is compiled once per instruction set, with that set's flags and ISA_NAME = base, avx2, avx512vnni or neondot.
+ * isa.c is compiled once per instruction set, with that set's flags and ISA_NAME = base, avx2, avx512vnni, amxint8 or
+ * neondot.
  * It includes every family of kernels and fills the table kernels_<ISA_NAME>. To add a family, say "norm":
  *
  *   1. norm.h       the code, all static, on the lanes of vec.h; intrinsics only under #if __AVX512VNNI__ and the like.
@@ -126,7 +127,8 @@ struct kernels {
     void (*silu_mul)(const float *gate, const float *up, float *out, ptrdiff_t size);
 };
 
-extern const struct kernels kernels_base, kernels_avx2, kernels_avx512vnni, kernels_neondot;
+extern const struct kernels kernels_base, kernels_avx2, kernels_avx512vnni, kernels_amxint8,
+    kernels_neondot;
 
 /* The table in use. Changed only while no kernel runs (the tests do). */
 extern const struct kernels *active;

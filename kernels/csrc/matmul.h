@@ -1,13 +1,21 @@
 /* Lists of products shared out to the pool, and the plain product. */
 #pragma once
 #include "pool.h"
+#include "rows_amx.h"
 #include "rows_avx512.h"
 #include "rows_f32.h"
 #include "rows_integer.h"
 
 /* Rows begin .. end-1 for all tokens; at most CHUNK_ROWS rows for several tokens. One function for each kind: its loops
  * are unrolled. */
-#if defined(__AVX512VNNI__)
+#if defined(__AMX_INT8__)
+#define ROWS_SEVERAL(kind, p, begin, end) \
+    if (p->x->layout == BY_TILE) \
+        rows_by_tile(kind, p, begin, end); \
+    else if (p->x->layout == BY_DIGIT && kind == KIND_INT4) \
+        rows_by_digit(p, begin, end); \
+    else
+#elif defined(__AVX512VNNI__)
 #define ROWS_SEVERAL(kind, p, begin, end) \
     if (p->x->layout == BY_DIGIT && kind == KIND_INT4) \
         rows_by_digit(p, begin, end); \

@@ -54,11 +54,9 @@ INLINE void terms_of_digits(const uint8_t *data, const int num_groups, const int
     }
 }
 
-/* acc lane r += rows[r][0], rows[r][1], ... rows[r][15]: rows become lanes by four steps of a transpose. */
-INLINE __m512 add_columns(__m512 acc, float rows[16][16]) {
-    __m512 t[16], u[16];
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) t[i] = _mm512_load_ps(rows[i]);
+/* Row i of t becomes column i: four steps. */
+INLINE void transpose16(__m512 t[16]) {
+    __m512 u[16];
 #pragma GCC unroll 4
     for (int i = 0; i < 16; i += 4) { /* four rows: lane 4b + r of u[i + c] is column 4b + c of row i + r */
         const __m512 a = _mm512_unpacklo_ps(t[i], t[i + 1]), b = _mm512_unpacklo_ps(t[i + 2], t[i + 3]);
@@ -74,6 +72,14 @@ INLINE __m512 add_columns(__m512 acc, float rows[16][16]) {
         t[c] = _mm512_shuffle_f32x4(a, d, 0x88), t[4 + c] = _mm512_shuffle_f32x4(a, d, 0xDD);
         t[8 + c] = _mm512_shuffle_f32x4(b, e, 0x88), t[12 + c] = _mm512_shuffle_f32x4(b, e, 0xDD);
     }
+}
+
+/* acc lane r += rows[r][0], rows[r][1], ... rows[r][15] */
+INLINE __m512 add_columns(__m512 acc, float rows[16][16]) {
+    __m512 t[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) t[i] = _mm512_load_ps(rows[i]);
+    transpose16(t);
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) acc = _mm512_add_ps(acc, t[i]);
     return acc;

@@ -1,3 +1,4 @@
+#define _GNU_SOURCE
 #include "usable.h"
 
 #if defined(__aarch64__) && defined(__linux__)
@@ -5,6 +6,13 @@
 #ifndef HWCAP_ASIMDDP
 #define HWCAP_ASIMDDP (1 << 20)
 #endif
+#endif
+
+#ifdef HAVE_AMXINT8
+#include <sys/syscall.h>
+#include <unistd.h>
+#define ARCH_REQ_XCOMP_PERM 0x1023 /* asm/prctl.h of Linux 5.16 */
+#define XFEATURE_XTILEDATA 18
 #endif
 
 #ifdef HAVE_AVX2
@@ -19,6 +27,14 @@ static bool has_avx512vnni(void) {
     return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
            __builtin_cpu_supports("avx512vnni");
+}
+#endif
+
+#ifdef HAVE_AMXINT8
+/* Linux gives tiles to a process that asks; the answer holds for all its threads and for its children. */
+static bool has_amxint8(void) {
+    return has_avx512vnni() && __builtin_cpu_supports("gfni") && __builtin_cpu_supports("amx-tile") &&
+           __builtin_cpu_supports("amx-int8") && syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
 }
 #endif
 
@@ -41,6 +57,9 @@ int usable_kernels(const struct kernels *tables[MAX_TABLES]) {
 #endif
 #ifdef HAVE_AVX512VNNI
     if (has_avx512vnni()) tables[num_tables++] = &kernels_avx512vnni;
+#endif
+#ifdef HAVE_AMXINT8
+    if (has_amxint8()) tables[num_tables++] = &kernels_amxint8;
 #endif
 #ifdef HAVE_NEONDOT
     if (has_neondot()) tables[num_tables++] = &kernels_neondot;
