@@ -131,7 +131,7 @@ INLINE void unpack_strip(enum kind kind, const struct matrix *w, int row, int la
     const int bytes = n * group_bytes(kind);
     for (int at = 0; at < bytes; at += 32) {
         for (int i = 0; i < 512; i += 64) __builtin_prefetch(ahead + 16 * at + i, 0, 2);
-        const size_t left = row_size - begin - at;
+        const size_t left = begin + at < row_size ? row_size - begin - at : 0; /* a row may end before its group */
         if (left >= 32) {
             unpack_words(kind, rows, at, at / 4, out->weights);
         } else {
