@@ -6,8 +6,6 @@ from pathlib import Path
 
 from glm_gpu import machine
 from glm_gpu.device import Device, DeviceInfo
-from glm_gpu.device_cuda import CudaDevice, find_gpus
-from glm_gpu.device_sim import DEFAULT_BYTES, SimDevice
 from glm_gpu.errors import DeviceError, RequestError
 from glm_gpu.kernels.cubins import MIN_ARCH
 from glm_gpu.units import parse_bytes
@@ -109,6 +107,8 @@ def open_devices(request: DeviceRequest) -> tuple[list[Device], str]:
         RequestError: the request contradicts itself or what there is.
     """
     if request.num_simulated:
+        from glm_gpu.device_sim import DEFAULT_BYTES, SimDevice
+
         bounds = vram_bounds(request.vram, request.num_simulated)
         return [SimDevice(n, DEFAULT_BYTES if bound is None else bound) for n, bound in enumerate(bounds)], ""
     if request.kind == "cpu":
@@ -117,6 +117,8 @@ def open_devices(request: DeviceRequest) -> tuple[list[Device], str]:
     # Where nothing is there CuPy need not be imported to learn it. WSL has no /proc/driver; there CUDA alone knows.
     if absence and not request.is_asked and not Path("/dev/dxg").exists():
         return [], absence
+    from glm_gpu.device_cuda import CudaDevice, find_gpus
+
     found, reason = find_gpus()
     chosen = choose_gpus(request.gpu, found) if found else []
     old = [info for info in chosen if info.arch < MIN_ARCH]
