@@ -96,6 +96,8 @@ class WidthPolicy:
         self._num_sequences = 1
         self._draft_s: dict[int, float] = {}
         self._probe_in = self._probe_every = _PROBE_EVERY
+        # What `_best_alone` went by last, those things themselves (so that no others take their ids), what came of it.
+        self._known: tuple[tuple, tuple, Decision] | None = None
 
     def times(self, num_sequences: int) -> PassTimes:
         """What passes over so many sequences cost."""
@@ -138,16 +140,24 @@ class WidthPolicy:
         return self._probe(offers, plain)
 
     def _best_alone(self, offer: Offer) -> Decision:
-        """`_best` for one sequence, in a third of the time: on a small model a pass takes little more than a choice."""
+        """`_best` for one sequence, in a third of the time: on a small model a pass takes little more than a choice.
+
+        Nothing is worked out again while what it goes by is the same: tables and chances are never altered, but made
+        anew.
+        """
         times = self.times(1)
-        table, best_gain, best = times.table(), 0.0, _NONE
-        for is_costly in (False, True):
-            found = offer.widths(is_costly)
+        table, sources = times.table(), (offer.widths(False), offer.widths(True))
+        chances = [None if found is None else self.acceptance.chances(found[0]) for found in sources]
+        basis = (id(table), *sources, *map(id, chances), self._draft_s.get(1))
+        if self._known is not None and self._known[0] == basis:
+            return self._known[2]
+        best_gain, best = 0.0, _NONE
+        for is_costly, found in enumerate(sources):
             if found is None:
                 continue
             step_s = self._step_s(1) / times.plain_s if is_costly else 0.0
             tokens = 1.0
-            for width, chance in enumerate(self.acceptance.chances(found[0])[: found[1]], start=1):
+            for width, chance in enumerate(chances[is_costly][: found[1]], start=1):
                 cost = pass_cost(table, 1 + width) if width == 1 or chance > _MIN_CHANCE else None
                 if cost is None:
                     break
@@ -155,7 +165,8 @@ class WidthPolicy:
                 gain = tokens / (cost + width * step_s)
                 if gain > best_gain:
                     best_gain, best = gain, Choice(found[0], width)
-        return Decision((best,), best_gain)
+        self._known = basis, (table, chances), Decision((best,), best_gain)
+        return self._known[2]
 
     def _best(self, offers: Sequence[Offer]) -> Decision:
         times = self.times(len(offers))
