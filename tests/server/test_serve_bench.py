@@ -15,7 +15,7 @@ def test_the_demo_under_load_gives_every_answer_that_it_gives_alone_and_keeps_no
     assert one.limit.name == "the engine without a server" and eight.more["gain"] > 0
     assert first.median > 0 and gap.median > 0
     found = load.more
-    assert found["ended"] > 10 and found["left"] > 0 and found["differed"] == 0
+    assert found["ended"] > 0 and found["left"] > 0 and found["differed"] == 0
     assert found["requests"]["running"] == found["requests"]["queued"] == 0
     assert found["requests"]["ended"]["cancelled"] > 0 and found["requests"]["ended"]["error"] == 0
     assert found["cache"]["taken_pages"] == found["cache"]["remembered_pages"]
