@@ -81,6 +81,11 @@ def serve(run: Run) -> None:
     run.script("serve.py", "--seconds", 3 if run.is_quick else 60)
 
 
+def speculation(run: Run) -> None:
+    for budget, num_prompts in (("resident", 40), ("half", 24), ("disk", 16)):
+        run.script("speculation.py", "speed", "--budget", budget, "--prompts", 2 if run.is_quick else num_prompts)
+
+
 def convert(run: Run) -> None:
     source, out = run.work / "checkpoint", run.work / "converted"
     shutil.rmtree(source, ignore_errors=True)
@@ -111,6 +116,7 @@ PARTS: dict[str, Callable[[Run], None]] = {
     "tiers": installed("tiers"),
     "policies": lambda run: run.script("policies.py"),
     "serve": serve,
+    "speculation": speculation,
     "convert": convert,
     "startup": lambda run: run.script("startup.py", 2 if run.is_quick else 9),
     "quality": with_demo("quality"),

@@ -61,7 +61,7 @@ def parts(documents: Sequence[dict]) -> str:
 def _facts(row: dict) -> list[str]:
     """What a row's JSON says beyond its figure."""
     found = []
-    if "python_share" in row:
+    if row.get("python_share") is not None:
         found.append(f"{row['python_share']:.1%} of a step in Python")
     if row.get("share_of_experts", 1.0) < 1:
         found.append(f"{row['hit_rate']:.0%} hits, at best {row['best_hit_rate']:.0%}")

@@ -7,7 +7,7 @@ use goes.
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from glm_gpu.bench.measurement import Limit, Part, model_part, seconds
 from glm_gpu.cache import KVCache
 from glm_gpu.config import ModelConfig
 from glm_gpu.engine import Engine
+from glm_gpu.kernels.clock import timed_kernels
 from glm_gpu.kernels.limits import integer_multiply_adds_s, read_bytes_s
 from glm_gpu.opening import EngineOptions
 from glm_gpu.pass_profile import profiled
@@ -91,7 +92,25 @@ def _shares(engine: Engine, length: int, num_steps: int) -> dict:
         step_seconds(engine, length, num_steps, seed=1)
     phase = phases["decode"]
     shares = {name: line_s / phase.pass_s for name, line_s in phase.lines(phase.pass_s).items()}
-    return {"python_share": phase.python_s / phase.pass_s, "shares": shares}
+    return {"python_share": python_share(engine, length, num_steps), "shares": shares}
+
+
+def python_share(engine: Engine, length: int, num_steps: int) -> float | None:
+    """Median share of a step that is spent neither in the kernels nor waiting for reads; None where NumPy computes.
+
+    Nothing but the kernels is timed, so what the profile adds to a step does not count.
+    """
+    counters, found = engine.store.counters, []
+    with timed_kernels() as clock:
+        if clock is None:
+            return None
+
+        def elsewhere_s() -> float:
+            return clock.seconds + counters.wait_s
+
+        for step_s, not_python_s in steps_beside(engine, length, num_steps, elsewhere_s):
+            found.append(1 - not_python_s / step_s)
+    return statistics.median(found)
 
 
 @contextmanager
@@ -129,13 +148,21 @@ def products_per_token(config: ModelConfig) -> float:
 
 def step_seconds(engine: Engine, length: int, num_steps: int, seed: int = 0) -> list[float]:
     """Seconds of each step behind so many positions of random rows."""
+    return [step_s for step_s, _ in steps_beside(engine, length, num_steps, lambda: 0.0, seed)]
+
+
+def steps_beside(
+    engine: Engine, length: int, num_steps: int, counted: Callable[[], float], seed: int = 0
+) -> list[tuple[float, float]]:
+    """Seconds of each step behind so many positions of random rows, and what something counted meanwhile."""
     rng = np.random.default_rng(seed)
     cache = filled_cache(engine, length, length + num_steps + WARM_STEPS, rng)
-    times = []
+    found = []
     for token in rng.integers(0, engine.config.vocab_size, num_steps + WARM_STEPS):
-        batch = Batch.of([([int(token)], cache)], "decode")
-        times.append(seconds(lambda batch=batch: engine.model.forward(batch)))
-    return times[WARM_STEPS:]
+        batch, before = Batch.of([([int(token)], cache)], "decode"), counted()
+        step_s = seconds(lambda batch=batch: engine.model.forward(batch))
+        found.append((step_s, counted() - before))
+    return found[WARM_STEPS:]
 
 
 def filled_cache(engine: Engine, length: int, max_length: int, rng: np.random.Generator) -> KVCache:
