@@ -238,3 +238,22 @@ def test_numbers_of_rows_are_counted_together_within_an_eighth():
     assert [coarse(n) for n in range(9)] == list(range(9))
     for n in range(9, 300):
         assert abs(coarse(n) - n) <= n / 8 and coarse(coarse(n)) == coarse(n)
+
+
+@pytest.mark.parametrize("changed", ["rows cost more", "guessing takes longer"])
+def test_a_choice_is_made_anew_when_costs_change_and_chances_do_not(changed):
+    policy, offer = WidthPolicy(), Offer(MAX_WIDTH, costly="mtp")
+    for _ in range(60):
+        policy.acceptance.observe("mtp", [1], [1])
+    policy.drafted(1, 1, 0.01)
+    for _ in range(60):
+        policy.times(1).observe(1, 1.0)
+        policy.times(1).observe(2, 1.1)
+    assert policy.choose([offer]).width > 0
+    for _ in range(60):
+        policy.times(1).observe(1, 1.0)
+        if changed == "rows cost more":
+            policy.times(1).observe(2, 3.0)
+        else:
+            policy.drafted(1, 1, 2.0)
+    assert policy.choose([offer]).width == 0
