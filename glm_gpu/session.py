@@ -24,7 +24,7 @@ class Session:
 
     Args:
         model: shared with other sessions, one pass at a time.
-        cache: this session's own, empty.
+        cache: empty, and no other session's.
         eos_ids: tokens that end an answer.
         speculator: drafts for this sequence; changes how many passes an answer takes, never the answer.
     """

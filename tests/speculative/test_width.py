@@ -242,7 +242,7 @@ def test_numbers_of_rows_are_counted_together_within_an_eighth():
 
 @pytest.mark.parametrize("changed", ["rows cost more", "guessing takes longer"])
 def test_a_choice_is_made_anew_when_costs_change_and_chances_do_not(changed):
-    policy, offer = WidthPolicy(), Offer(MAX_WIDTH, costly="mtp")
+    policy, offer = WidthPolicy(), Offer(1, costly="mtp")
     for _ in range(60):
         policy.acceptance.observe("mtp", [1], [1])
     policy.drafted(1, 1, 0.01)
