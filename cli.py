@@ -60,11 +60,22 @@ def _exit_code(args: list[str]) -> int:
     except Exception as error:
         if shared.debug:
             raise
+        if _is_interrupted_wait(error):
+            report.note("")
+            return 130
         report.error(_message(error))
         return 2 if isinstance(error, RequestError) else 1
     if code == 130:
         report.note("")
     return code
+
+
+def _is_interrupted_wait(error: Exception) -> bool:
+    """Whether Ctrl-C came while a wait was taking its lock back, which Python reports as a lock that nobody holds."""
+    contexts: list[BaseException] = [error]
+    while (context := contexts[-1].__context__) is not None and context not in contexts:
+        contexts.append(context)
+    return isinstance(error, RuntimeError) and any(isinstance(found, KeyboardInterrupt) for found in contexts)
 
 
 def _message(error: Exception) -> str:

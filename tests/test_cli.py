@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import Future
 from pathlib import Path
 
 import numpy as np
@@ -262,6 +264,18 @@ def test_ctrl_c_stops_a_run_with_130_and_keeps_what_was_printed():
     rest, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert (first + rest).strip() and b"Traceback" not in err
+
+
+def test_ctrl_c_while_a_wait_takes_its_lock_back_is_an_interrupt_too(invoke, monkeypatch):
+    def open_engine(*_):
+        done = Future()
+        monkeypatch.setattr(done._condition, "_acquire_restore", lambda _: signal.raise_signal(signal.SIGINT))
+        threading.Timer(0.1, done.set_result, [None]).start()
+        done.result()
+
+    monkeypatch.setattr(Engine, "open", open_engine)
+    code, out, err = invoke("run", PROMPT)
+    assert code == 130 and not out and "internal error" not in err
 
 
 def test_a_closed_pipe_is_no_error_message():
