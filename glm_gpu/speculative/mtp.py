@@ -14,8 +14,6 @@ from glm_gpu.speculative.draft import Draft
 # Rows that may wait for the layer to run over them: bounds what they take (3 MB a sequence at GLM-5.2's width) and
 # costs one pass of one layer when they are many.
 MAX_PENDING = 128
-# Where nobody wants drafts so many are kept, up to twice as many: enough text behind which to begin again.
-_KEPT_PENDING = 32
 # Most rows of a pass that sequences share, as many as one of a prompt has: before it, long waiting ones are run alone.
 _MAX_ROWS = 512
 
@@ -35,8 +33,8 @@ class MtpDrafter:
             in the first.
 
     Attributes:
-        is_idle: drafts do not pay now; rows that have waited too long are then forgotten rather than run, so an answer
-            without drafts costs nothing, and the layer sees a shorter text when it is asked again.
+        is_idle: drafts do not pay now; what is observed is then forgotten, so an answer without drafts costs nothing,
+            and the layer sees a shorter text when it is asked again.
     """
 
     def __init__(self, head: MtpHead, max_length: int, is_bf16: bool, shares_selection: bool) -> None:
@@ -55,6 +53,11 @@ class MtpDrafter:
         """Rows that the next draft has to run first."""
         return len(self._pending)
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether there is a hidden state behind which to draft."""
+        return self._last_hidden is not None
+
     def skip(self, length: int) -> None:
         """Begin behind so many tokens whose hidden states nobody has, as when the trunk's cache came from a file.
 
@@ -64,16 +67,14 @@ class MtpDrafter:
         self._skipped = length
 
     def observe(self, token_ids: Sequence[int], hidden: np.ndarray) -> None:
+        if self.is_idle:
+            self._forget(len(token_ids))
+            return
         for token_id, state in zip(token_ids, hidden, strict=True):
             self._add_row(token_id)
             self._last_hidden = state.copy()  # not a view, which would keep the rows of the whole pass
             self._length += 1
-        if self.is_idle and len(self._pending) >= 2 * _KEPT_PENDING:
-            self._cut_rows(0)
-            self._pending = self._pending[-_KEPT_PENDING:]
-            num_forgotten = self._length - 1 - len(self._pending)
-            self._skipped, self._length = self._skipped + num_forgotten, self._length - num_forgotten
-        elif len(self._pending) >= MAX_PENDING:
+        if len(self._pending) >= MAX_PENDING:
             self._run_pending()
 
     def cut(self, length: int) -> int:
@@ -100,6 +101,14 @@ class MtpDrafter:
     def draft(self, ids: Sequence[int], width: int) -> Draft:
         """The layer's best guess, fed back `width - 1` times together with the hidden state it came with."""
         return draft_together([(self, ids, width)])[0]
+
+    def _forget(self, num_tokens: int) -> None:
+        """Begin anew behind what was observed and so many tokens more."""
+        if self._length:
+            self._cut_rows(0)
+            self._pending, self._last_hidden = [], None
+        self._skipped += self._length + num_tokens
+        self._length = 0
 
     def _add_row(self, token_id: int) -> None:
         """The row that the token at `_length` completes, unless it is cached from drafting behind that token."""

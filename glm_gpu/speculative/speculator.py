@@ -24,8 +24,8 @@ _MAX_TIMED_PENDING = 16
 class Speculator:
     """Drafts for one sequence: tokens that its grammar forces, then those of one drafter, as many as pay.
 
-    What is free to guess (repetition) is guessed for every pass and compared with what came, verified or not, so its
-    acceptance is known while it is off and it is back at once when text repeats.
+    What is free to guess (repetition) is guessed and compared with what came, verified or not, so its acceptance is
+    known while it is off and it is soon back when text repeats.
 
     Args:
         mode: which drafters work: all of them, none, or one alone.
@@ -66,7 +66,7 @@ class Speculator:
     def learn(self, chosen_ids: Sequence[int]) -> None:
         """Compare the drafts of the last `propose` with the tokens that were chosen behind the last one."""
         for draft in self._to_judge:
-            self.policy.acceptance.observe(draft.source, draft.token_ids, chosen_ids[len(self._forced) :])
+            self.policy.judge(draft.source, draft.token_ids, chosen_ids[len(self._forced) :])
 
     def _offer(self, turn: "Turn", can_guess: bool) -> Offer:
         """What could be drafted behind the forced tokens, which are found here."""
@@ -84,12 +84,12 @@ class Speculator:
             self._to_judge.append(repeated)
             free = (repeated.source, len(repeated.token_ids))
         # behind forced tokens the multi-token layer has no hidden state to go on
-        if self._mtp is None or self._forced:
+        if self._mtp is None or self._forced or not self._mtp.is_ready:
             return Offer(limit, free)
         return Offer(limit, free, "mtp", self._mtp.num_pending)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Turn:
     """A sequence that goes on by a token in the next pass.
 
@@ -112,10 +112,11 @@ def propose(turns: Sequence[Turn], can_guess: bool = True) -> list[list[int]]:
         turns: all sequences of the next pass; their speculators share a policy.
         can_guess: False for forced tokens alone.
     """
+    policy = turns[0].speculator.policy
+    can_guess = can_guess and not policy.rests(len(turns))
     offers = [turn.speculator._offer(turn, can_guess) for turn in turns]
     if not can_guess:
         return [turn.speculator._forced for turn in turns]
-    policy = turns[0].speculator.policy
     choices = policy.choose(offers).choices
     guessing = [
         (turn, choice.width)

@@ -28,7 +28,6 @@ class PassTimes:
 
     def __init__(self, num_sequences: int = 1) -> None:
         self.num_sequences = num_sequences
-        self.plain_s: float | None = None
         self._plain: deque[tuple[int, float]] = deque(maxlen=_NEAR)
         self._costs: dict[int, deque[float]] = {}
         self._typical: dict[int, float] = {}
@@ -38,26 +37,33 @@ class PassTimes:
 
     def observe(self, num_rows: int, seconds: float) -> None:
         self._num_passes += 1
-        is_plain = num_rows == self.num_sequences
-        if is_plain:
+        if num_rows == self.num_sequences:
             self._plain.append((self._num_passes, seconds))
-        near = [s for at, s in self._plain if self._num_passes - at <= _NEAR]
-        if not near:
-            return
-        self.plain_s = sum(near) / len(near)
-        if is_plain:
             if num_rows not in self._typical or self._num_passes % _MAX_AGE == 0:
                 self._table = None
             self._typical[num_rows] = 1.0
             self._last_at[num_rows] = self._num_passes
             return
+        near = self._near()
+        if not near:
+            return
         size = self.num_sequences + coarse(num_rows - self.num_sequences)
         if self.age(size) > _MAX_AGE:
             self._costs[size] = deque(maxlen=_WINDOW)
-        self._costs[size].append(seconds / self.plain_s)
+        self._costs[size].append(seconds * len(near) / sum(near))
         self._typical[size] = typical(self._costs[size])
         self._last_at[size] = self._num_passes
         self._table = None
+
+    @property
+    def plain_s(self) -> float | None:
+        """What a plain pass takes, by the latest ones; None before the first."""
+        latest = self._near() or [seconds for _, seconds in self._plain][-1:]
+        return sum(latest) / len(latest) if latest else None
+
+    def _near(self) -> list[float]:
+        """What the plain passes just before now took."""
+        return [seconds for at, seconds in self._plain if self._num_passes - at <= _NEAR]
 
     @property
     def plain_age(self) -> int:

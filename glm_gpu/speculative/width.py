@@ -16,6 +16,11 @@ _MIN_CHANCE = 0.05
 # While nothing pays, one draft is tried after so many passes, then after twice as many, and so on: a probe costs some
 # three plain passes on a small model, most of them for the rows that the multi-token layer has missed.
 _PROBE_EVERY, _PROBE_AT_MOST = 128, 1024
+# So many passes before a probe the multi-token layer is given text to go on, and behind it time to be taken up.
+_READY_BEFORE, _READY_BEHIND = 32, 8
+# Once so many looks in a row found nothing that pays, one pass in so many is looked at: a look takes 2 % of a pass of
+# the demo's, and text that repeats goes on longer than this.
+_REST_BEHIND, _LOOK_EVERY = 16, 8
 # What a new time of guessing counts against those before it.
 _NEW_SHARE = 0.1
 
@@ -96,6 +101,7 @@ class WidthPolicy:
         self._num_sequences = 1
         self._draft_s: dict[int, float] = {}
         self._probe_in = self._probe_every = _PROBE_EVERY
+        self._num_idle = 0
         # What `_best_alone` went by last, those things themselves (so that no others take their ids), what came of it.
         self._known: tuple[tuple, tuple, Decision] | None = None
 
@@ -108,8 +114,25 @@ class WidthPolicy:
 
     @property
     def wants_costly(self) -> bool:
-        """Whether a source that takes time pays as far as is known, so that what prepares it is worth doing."""
-        return self._probe_every == _PROBE_EVERY
+        """Whether a source that takes time pays as far as is known, or is tried about now, so that what prepares it is
+        worth doing."""
+        is_about_now = self._probe_in <= _READY_BEFORE or self._probe_every - self._probe_in < _READY_BEHIND
+        return self._probe_every == _PROBE_EVERY or is_about_now
+
+    def rests(self, num_sequences: int) -> bool:
+        """Whether the next pass over so many sequences is a plain one without a look at what could be drafted.
+
+        Asked once for each pass: it counts them.
+        """
+        if num_sequences != self._num_sequences or self._min_width or self._fixed_width:
+            self._num_idle = 0
+        if self._num_idle < _REST_BEHIND or self._probe_in <= 1:
+            return False
+        self._num_idle += 1
+        if self._num_idle % _LOOK_EVERY == 0:
+            return False
+        self._probe_in -= 1
+        return True
 
     def drafted(self, num_sequences: int, width: int, seconds: float) -> None:
         """Time that guessing took, so many tokens for each of some sequences together."""
@@ -117,10 +140,17 @@ class WidthPolicy:
         known = self._draft_s.get(num_sequences, each)
         self._draft_s[num_sequences] = (1 - _NEW_SHARE) * known + _NEW_SHARE * each
 
+    def judge(self, source: str, token_ids: Sequence[int], truth: Sequence[int]) -> None:
+        """Compare a draft, verified or not, with what came; behind a right guess the next pass is looked at."""
+        self.acceptance.observe(source, token_ids, truth)
+        if token_ids and truth and token_ids[0] == truth[0]:
+            self._num_idle = min(self._num_idle, _REST_BEHIND - 1)
+
     def choose(self, offers: Sequence[Offer]) -> Decision:
         """What to draft for the next pass, which has a row for each offer's sequence at least."""
         self._num_sequences = len(offers)
         self.last = self._choose(offers)
+        self._num_idle = 0 if self.last.width else self._num_idle + 1
         return self.last
 
     def _choose(self, offers: Sequence[Offer]) -> Decision:

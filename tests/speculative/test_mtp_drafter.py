@@ -185,19 +185,19 @@ def test_drafts_of_several_sequences_in_one_pass_are_those_of_each_alone(tiny_gl
             assert_cache_is_fresh(other, tiny_glm, ids, hidden)
 
 
-def test_rows_that_nobody_wants_are_forgotten_and_drafts_go_on_from_the_latest(tiny_glm, long_text, monkeypatch):
+def test_what_is_observed_while_nobody_wants_drafts_is_forgotten_and_drafts_go_on_from_behind_it(tiny_glm, long_text):
     ids, hidden = long_text
-    monkeypatch.setattr(mtp_module, "_KEPT_PENDING", 16)
-    idle = new_drafter(tiny_glm)
-    idle.observe(ids[:30], hidden[:30])
-    idle.draft(ids[:31], 2)
-    idle.is_idle = True
-    for start in range(30, 75):
-        idle.observe(ids[start : start + 1], hidden[start : start + 1])
-        assert idle.num_pending < 32
-    assert idle.cache.length == 0 and idle.num_pending >= 16
+    drafter = new_drafter(tiny_glm)
+    drafter.observe(ids[:30], hidden[:30])
+    drafter.draft(ids[:31], 2)
+    drafter.is_idle = True
+    for start in range(30, 55):
+        drafter.observe(ids[start : start + 1], hidden[start : start + 1])
+        assert drafter.cache.length == drafter.num_pending == 0 and not drafter.is_ready
+    drafter.is_idle = False
+    drafter.observe(ids[55:75], hidden[55:75])
     fresh = new_drafter(tiny_glm)
-    first = 75 - idle.num_pending - 1
-    fresh.observe(ids[first:75], hidden[first:75])
-    assert idle.draft(ids[:76], 3) == fresh.draft(ids[first:76], 3)
-    assert idle.cut(72) == 71
+    fresh.observe(ids[55:75], hidden[55:75])
+    assert drafter.draft(ids[:76], 3) == fresh.draft(ids[55:76], 3)
+    assert drafter.cut(72) == 71
+    assert drafter.cut(40) == 40 and not drafter.is_ready

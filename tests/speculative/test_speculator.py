@@ -23,7 +23,7 @@ class StubConstraint:
 class StubMtp:
     """Drafts 50, 51, ...; counts how often it was asked."""
 
-    num_pending = 0
+    num_pending, is_ready = 0, True
 
     def __init__(self) -> None:
         self.num_drafts = 0
@@ -83,6 +83,17 @@ def test_unverified_repetition_is_judged_too(mtp):
     speculator.learn([3])
     (source,) = policy.acceptance.counts
     assert [(depth.tried, depth.right) for depth in policy.acceptance.counts[source][:2]] == [(1, 1), (0, 0)]
+
+
+def test_forced_tokens_are_proposed_in_passes_without_a_look_too(mtp):
+    policy = WidthPolicy()
+    policy.times(1).observe(1, 1.0)
+    policy.times(1).observe(2, 9.0)
+    speculator = Speculator("auto", policy, mtp)
+    proposed = [speculator.propose(LOOP, 8, StubConstraint([3, 4] if n % 2 else [])) for n in range(60)]
+    assert proposed == [[3, 4] if n % 2 else [] for n in range(60)]
+    speculator.learn([3, 4, 5])
+    assert not policy.acceptance.counts, "nothing was guessed"
 
 
 def test_guesses_behind_forced_tokens_are_judged_by_what_came_behind_those():

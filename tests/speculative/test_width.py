@@ -5,6 +5,7 @@ import pytest
 
 from glm_gpu.speculative import MAX_WIDTH, Offer, WidthPolicy
 from glm_gpu.speculative.times import PassTimes, coarse, pass_cost
+from glm_gpu.speculative.width import Choice
 
 # What a pass of some rows takes, with 1 for one row: everything in memory, half of the experts read, all of them.
 RESIDENT = {"base": 0.85, "row": 0.15}
@@ -23,13 +24,15 @@ class Run:
     def __init__(self, policy: WidthPolicy, base: float, row: float, draft: float = 0.05, seed: int = 0) -> None:
         self.policy, self.base, self.row, self.draft = policy, base, row, draft
         self.rng = np.random.default_rng(seed)
-        self.tokens, self.seconds, self.widths = 0, 0.0, []
+        self.tokens, self.seconds, self.widths, self.looks = 0, 0.0, [], 0
 
     def passes(self, num: int, mtp: float, ngram: float | None = None) -> "Run":
         """So many passes over text on which guesses are right with these chances; None: nothing repeats."""
         for _ in range(num):
+            rests = self.policy.rests(1)
             free = ("ngram 4", MAX_WIDTH) if ngram is not None else None
-            (choice,) = self.policy.choose([Offer(MAX_WIDTH, free, "mtp")]).choices
+            choice = Choice() if rests else self.policy.choose([Offer(MAX_WIDTH, free, "mtp")]).choices[0]
+            self.looks += not rests
             self.widths.append(choice.width)
             right = {source: self.rng.random(MAX_WIDTH) < p for source, p in (("mtp", mtp), ("ngram 4", ngram or 0))}
             num_right = 0
@@ -41,11 +44,11 @@ class Run:
             if choice.source == "mtp":
                 self.policy.drafted(1, choice.width, self.draft * choice.width)
                 seconds += self.draft * choice.width
-                self.policy.acceptance.observe("mtp", [1] * choice.width, truth)
-            if ngram is not None:
+                self.policy.judge("mtp", [1] * choice.width, truth)
+            if ngram is not None and not rests:
                 is_used = choice.source == "ngram 4"
                 truth = truth if is_used else right["ngram 4"][:1].astype(int).tolist()
-                self.policy.acceptance.observe("ngram 4", [1] * MAX_WIDTH, truth)
+                self.policy.judge("ngram 4", [1] * MAX_WIDTH, truth)
             self.tokens += 1 + num_right
             self.seconds += seconds
         return self
@@ -80,6 +83,28 @@ def test_width_falls_to_zero_when_disk_bound_and_rises_when_text_repeats():
     assert np.mean(run.widths[200:]) < 0.1
     run.passes(60, 0.1, ngram=0.97)
     assert np.mean(run.widths[-30:]) > 2
+
+
+def test_where_nothing_pays_few_passes_are_looked_at_and_probes_come_all_the_same():
+    run = Run(WidthPolicy(), **DISK_BOUND).passes(2000, 0.2, ngram=0.1)
+    assert run.looks < 2000 / 4 and np.count_nonzero(run.widths[600:]) == 2
+    assert not run.policy.rests(2), "other passes are looked at anew"
+
+
+def test_the_layer_is_made_ready_for_a_probe_and_may_stay_behind_it():
+    policy, wanted = WidthPolicy(), []
+    for _ in range(60):
+        policy.acceptance.observe("mtp", [1], [0])
+    policy.times(1).observe(1, 1.0)
+    policy.times(1).observe(2, 2.0)
+    for _ in range(1000):
+        policy.times(1).observe(1, 1.0)
+        wanted.append((policy.wants_costly, not policy.rests(1) and policy.choose([Offer(8, costly="mtp")]).width > 0))
+    probes = [at for at, (_, is_probe) in enumerate(wanted) if is_probe]
+    assert probes == [127, 127 + 256, 127 + 256 + 512]
+    for probe in probes[1:]:
+        assert all(is_wanted for is_wanted, _ in wanted[probe - 30 : probe + 8])
+        assert not any(is_wanted for is_wanted, _ in wanted[probe - 100 : probe - 32])
 
 
 def test_experts_that_become_resident_bring_the_width_back():
@@ -228,10 +253,10 @@ def test_a_probe_asks_the_sequence_that_is_readiest():
     policy.times(2).observe(4, 2.0)
     offers = [Offer(8, costly="mtp", backlog=9), Offer(8, costly="mtp", backlog=2)]
     found = []
-    for _ in range(130):
+    for _ in range(140):
         found.append([choice.width for choice in policy.choose(offers).choices])
         policy.times(2).observe(2, 1.0)
-    assert found.count([0, 1]) == 1 and found.count([0, 0]) == 129 and not policy.wants_costly
+    assert found.count([0, 1]) == 1 and found.count([0, 0]) == 139 and not policy.wants_costly
 
 
 def test_numbers_of_rows_are_counted_together_within_an_eighth():
