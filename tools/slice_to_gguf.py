@@ -1,9 +1,9 @@
 """Write a slice of GLM-5.2 (bench/make_slice.py) as GGUF, so that llama.cpp runs the same numbers beside this engine.
 
 Matrices in groups of 64 become Q4_0, whose blocks of 32 hold the same integers with the same scale in half precision;
-matrices with a scale a row become Q8_0; the rest stays F32. kv_b becomes F16 (3 % of a token's bytes): the format wants
-its keys transposed, and llama.cpp's AMX kernels abort on three-dimensional Q4_0. Tensors are streamed. The file has no
-vocabulary: time it, do not talk to it.
+matrices with a scale a row become Q8_0; the rest stays F32. kv_b becomes BF16 (3 % of a token's bytes): the format
+wants its keys transposed, and llama.cpp's AMX kernels abort on three dimensions of Q4_0 or F16. Tensors are streamed.
+The file has no vocabulary: time it, do not talk to it.
 
 Needs: gguf.
 
@@ -105,25 +105,25 @@ def tensors(checkpoint: Checkpoint) -> Iterator[Tensor]:
 
 
 def _latent(checkpoint: Checkpoint, name: str, prefix: str) -> Iterator[Tensor]:
-    """kv_b as two tensors in half precision: keys [H, R, N], transposed, and values [H, A, R]."""
+    """kv_b as two tensors in bfloat16: keys [H, R, N], transposed, and values [H, A, R]."""
     config = checkpoint.config
     heads, nope, value, rank = (
         config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim, config.kv_lora_rank
     )  # fmt: skip
 
-    def half() -> np.ndarray:
+    def matrices() -> np.ndarray:
         shape = (heads * (nope + value), rank)
         stored = checkpoint.read_matrix(name, shape, Recipe.default().format_for(name, config))
-        return dequantize(stored).reshape(heads, nope + value, rank).astype(np.float16)
+        return dequantize(stored).reshape(heads, nope + value, rank)
 
     def keys() -> np.ndarray:
-        return np.ascontiguousarray(half()[:, :nope].transpose(0, 2, 1))
+        return gguf.quants.quantize(np.ascontiguousarray(matrices()[:, :nope].transpose(0, 2, 1)), Type.BF16)
 
     def values() -> np.ndarray:
-        return np.ascontiguousarray(half()[:, nope:])
+        return gguf.quants.quantize(np.ascontiguousarray(matrices()[:, nope:]), Type.BF16)
 
-    yield f"{prefix}attn_k_b.weight", (heads, rank, nope), Type.F16, keys
-    yield f"{prefix}attn_v_b.weight", (heads, value, rank), Type.F16, values
+    yield f"{prefix}attn_k_b.weight", (heads, rank, nope), Type.BF16, keys
+    yield f"{prefix}attn_v_b.weight", (heads, value, rank), Type.BF16, values
 
 
 def add_parameters(writer: gguf.GGUFWriter, config: ModelConfig) -> None:
