@@ -1,0 +1,84 @@
+"""llama.cpp on the same slice, in turns with this engine: decode from an empty context, and a prompt of 512 tokens.
+
+    python bench/make_slice.py --out slice --layers 4 --experts 96
+    python tools/slice_to_gguf.py slice slice.gguf
+    python bench/peer.py slice slice.gguf --llama-bench build/bin/llama-bench
+
+The result is a ratio of rates that were measured within the same minutes, with as many threads each; both have their
+weights in memory twice over, so it takes 20 GB. llama-bench must be built for the machine it runs on (GGML_NATIVE).
+"""
+
+import argparse
+import json
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import record
+
+from glm_gpu.batch import Batch
+from glm_gpu.bench.decode import filled, step_seconds
+from glm_gpu.bench.measurement import Limit, Part, model_part, seconds
+from glm_gpu.engine import Engine
+from glm_gpu.kernels import cpu
+
+PROMPT, TOKENS = 512, 32
+
+
+def decode_rate(engine: Engine) -> float:
+    """Tokens a second behind an empty context."""
+    return TOKENS / sum(step_seconds(engine, 0, TOKENS))
+
+
+def prefill_rate(engine: Engine) -> float:
+    """Tokens a second of a prompt."""
+    ids = np.random.default_rng(0).integers(0, engine.config.vocab_size, PROMPT).tolist()
+    batch = Batch.of([(ids, engine.model.new_cache(PROMPT, is_bf16=True))], "prefill")
+    return PROMPT / seconds(lambda: engine.model.forward(batch))
+
+
+def peer_rates(program: Path, model: Path) -> tuple[float, float, str]:
+    """Its rates of decode and of a prompt, and which build it is.
+
+    Raises:
+        CalledProcessError: it failed.
+    """
+    words = ["-m", model, "-p", PROMPT, "-n", TOKENS, "-t", cpu.get_threads(), "-r", 1, "-o", "json"]
+    done = subprocess.run([program, *map(str, words)], capture_output=True, text=True, check=True)
+    rows = {"decode" if row["n_gen"] else "prefill": row for row in json.loads(done.stdout)}
+    return rows["decode"]["avg_ts"], rows["prefill"]["avg_ts"], rows["decode"]["build_commit"]
+
+
+def measure(path: Path, model: Path, program: Path, num_rounds: int) -> Part:
+    """Both engines in turns."""
+    part = model_part("peer", path)
+    own: list[tuple[float, float]] = []
+    peer: list[tuple[float, float]] = []
+    with filled(path, None, PROMPT + TOKENS) as (engine, note):
+        for _ in range(num_rounds):
+            own.append((decode_rate(engine), prefill_rate(engine)))
+            *rates, build = peer_rates(program, model)
+            peer.append(tuple(rates))
+        part.notes += [note] if note else []
+    for index, name in enumerate(("decode, empty context", f"prompt of {PROMPT} tokens")):
+        theirs = [rates[index] for rates in peer]
+        limit = Limit(float(np.median(theirs)), f"llama.cpp {build}, {min(theirs):.1f} to {max(theirs):.1f}")
+        part.add(name, (rates[index] for rates in own), "tok/s", limit)
+    return part
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("slice", type=Path)
+    parser.add_argument("gguf", type=Path, help="the same slice, by tools/slice_to_gguf.py")
+    parser.add_argument("--llama-bench", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=5)
+    arguments = parser.parse_args()
+    part = measure(arguments.slice, arguments.gguf, arguments.llama_bench, arguments.rounds)
+    for row in part.rows:
+        print(f"{row.name}: {row.median:.1f} tok/s, {row.share:.2f} times {row.limit.value:.1f} of {row.limit.name}")
+    record.save("peer", part.document())
+
+
+if __name__ == "__main__":
+    main()
