@@ -13,6 +13,8 @@ import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from wrapped_file import WrappedFile
+
 
 @dataclass
 class Recorder:
@@ -104,11 +106,12 @@ class Recorder:
             self.operations.append(("unlink", Path(path).name))
 
 
-class _Recorded:
+class _Recorded(WrappedFile):
     """A file whose writes are noted."""
 
     def __init__(self, file, number, operations):
-        self._file, self._number, self._operations = file, number, operations
+        super().__init__(file)
+        self._number, self._operations = number, operations
 
     def write(self, data):
         data = bytes(memoryview(data).cast("B")) if len(memoryview(data)) else b""
@@ -118,15 +121,6 @@ class _Recorded:
     def truncate(self, size):
         self._operations.append(("truncate", self._number, size))
         return self._file.truncate(size)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        self._file.close()
-
-    def __getattr__(self, name):
-        return getattr(self._file, name)
 
 
 def states(before, operations):

@@ -20,6 +20,8 @@ import signal
 import time
 from collections import Counter
 
+from wrapped_file import WrappedFile
+
 ERRNOS = {
     "eio": errno.EIO,
     "einval": errno.EINVAL,
@@ -104,11 +106,12 @@ class Faults:
         return now
 
 
-class _Written:
+class _Written(WrappedFile):
     """A file opened for writing, each write a seam."""
 
     def __init__(self, file, faults):
-        self._file, self._faults = file, faults
+        super().__init__(file)
+        self._faults = faults
 
     def write(self, data):
         if self._faults.strikes("write"):
@@ -117,15 +120,6 @@ class _Written:
                 self._file.flush()
             self._faults.happen()
         return self._file.write(data)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        self._file.close()
-
-    def __getattr__(self, name):
-        return getattr(self._file, name)
 
 
 def _shortened(real, args):
