@@ -172,7 +172,7 @@ def _time(part: Part, name: str, engine: Engine, length: int, num_steps: int) ->
             "ms",
             layers=layers,
             hit_rate=phases.hit_rate,
-            num_graphs=len(engine.model._graphs),
+            num_graphs=engine.model.chains[0].num_graphs,
         )
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from glm_gpu.grammar import Constraint
-from glm_gpu.sampling import SamplingParams, make_rng, sample
+from glm_gpu.sampling import SamplingParams, found_elsewhere, make_rng, sample
 
 FinishReason = Literal["stop", "length"]
 
@@ -79,16 +79,25 @@ class Answer:
         """Tokens that may still come."""
         return self._max_tokens - (len(self.ids) - self.stats.prompt_tokens)
 
+    @property
+    def takes_best(self) -> bool:
+        """Whether the token with the best logit is what is chosen, whatever the others are."""
+        return self._params.is_greedy and not self._params.has_penalties and self.constraint is None
+
     def choose(self, logits: np.ndarray) -> int:
         """The next token, appended unless it ends the answer. Draws one number, or none when greedy.
 
         Args:
-            logits: [V] f32, those behind the last token.
+            logits: [V] f32, those behind the last token; or, where it `takes_best`, that token's id alone.
         """
         assert not self.is_finished
-        if self.constraint is not None:
-            logits = self.constraint.mask(logits)
-        token_id = sample(logits, self._params, self.ids, self._rng, self.stats.prompt_tokens)
+        if np.ndim(logits) == 0:
+            assert self.takes_best
+            token_id = found_elsewhere(int(logits))
+        else:
+            if self.constraint is not None:
+                logits = self.constraint.mask(logits)
+            token_id = sample(logits, self._params, self.ids, self._rng, self.stats.prompt_tokens)
         if token_id in self._end_ids:
             self.finish_reason = "stop"
             return token_id
@@ -111,7 +120,7 @@ class Answer:
 
         Args:
             drafted_ids: K tokens that were run behind the last one.
-            logits: [K + 1, V] f32, behind the last token and behind each draft.
+            logits: [K + 1, V] f32, behind the last token and behind each draft; or [K + 1] best ids, as in `choose`.
 
         Returns:
             The tokens chosen, one that ends the answer included: at least 1, at most K + 1.

@@ -33,7 +33,8 @@ class Span:
 class Batch:
     """The tokens of a pass, [T], with their positions and the sequences they belong to.
 
-    `logits_at` names the rows whose logits are wanted, ascending. A sequence may appear in one span only.
+    `logits_at` names the rows whose logits are wanted, ascending; where `only_best` is set, each row's best token will
+    do. A sequence may appear in one span only.
     """
 
     token_ids: np.ndarray
@@ -41,6 +42,7 @@ class Batch:
     spans: tuple[Span, ...]
     logits_at: np.ndarray
     phase: Phase
+    only_best: bool = False
 
     @staticmethod
     def of(
@@ -48,6 +50,7 @@ class Batch:
         phase: Phase,
         all_logits: bool = False,
         no_logits: bool = False,
+        only_best: bool = False,
     ) -> "Batch":
         """Lay sequences on the token axis, each continuing its cache.
 
@@ -55,6 +58,7 @@ class Batch:
             sequences: (new token ids, cache), each with at least one token.
             all_logits: ask for every row's logits rather than each sequence's last.
             no_logits: ask for none, as a prompt's early chunks do.
+            only_best: the best tokens' ids are enough.
         """
         spans, token_ids, positions, last = [], [], [], []
         for ids, cache in sequences:
@@ -71,6 +75,7 @@ class Batch:
             tuple(spans),
             np.array(wanted, np.int32),
             phase,
+            only_best,
         )
 
     def commit(self) -> None:

@@ -6,15 +6,17 @@ from itertools import compress
 
 import numpy as np
 
+from glm_gpu.cache import CacheLayout
 from glm_gpu.checkpoint import Checkpoint
 from glm_gpu.device import Arena, Device
 from glm_gpu.device_cache import DeviceCachePool
 from glm_gpu.device_link import measure_link
 from glm_gpu.model.device_footprint import device_pass_bytes
-from glm_gpu.model.device_part import DevicePart, Ends, Workspace
+from glm_gpu.model.device_mtp import DeviceMtpHead
+from glm_gpu.model.device_part import DevicePart, Draft, Ends, Workspace
 from glm_gpu.model.device_transformer import DeviceTransformer
 from glm_gpu.model.device_weights import arena_bytes, to_device
-from glm_gpu.model.transformer import cache_layout
+from glm_gpu.model.transformer import cache_layout, latent_streams
 from glm_gpu.model.weights import WeightSource
 from glm_gpu.opening import EngineOptions, Opening
 from glm_gpu.session import PREFILL_CHUNK
@@ -32,8 +34,10 @@ SIMULATED_LINK = LinkRates(25e9, 25e9)
 
 def open_on_devices(
     checkpoint: Checkpoint, opening: Opening, options: EngineOptions, heat: Heat, devices: Sequence[Device]
-) -> DeviceTransformer:
-    """The model that a plan with devices describes, ready to run. Closing its store gives the slots back.
+) -> tuple[DeviceTransformer, DeviceMtpHead | None]:
+    """The model that a plan with devices describes, ready to run, and its multi-token layer where the plan has it.
+
+    Closing the model's store gives the slots back.
 
     Raises:
         CheckpointError: a tensor cannot be read.
@@ -41,27 +45,42 @@ def open_on_devices(
     """
     config, plan = checkpoint.config, opening.plan
     layout, max_rows = cache_layout(config, is_bf16=True), min(PREFILL_CHUNK, options.num_contexts * plan.context)
+    num_layers = config.num_hidden_layers + opening.loads_mtp
     placed = [
-        (device, replace(part, layers=tuple(layer for layer in part.layers if layer < config.num_hidden_layers)))
+        (device, replace(part, layers=tuple(layer for layer in part.layers if layer < num_layers)))
         for device, part in zip(devices, plan.devices, strict=True)
     ]
     placed = [(device, part) for device, part in placed if part.layers or part.has_ends]
+    trunk = [[layer for layer in part.layers if layer < config.num_hidden_layers] for _, part in placed]
     # while there is memory for it
     links = [SIMULATED_LINK if device.is_simulated else measure_link(device) for device, _ in placed]
     caches = DeviceCachePool(
-        [(device, part.layers) for device, part in placed], layout, plan.context, options.num_contexts
+        [(device, layers) for (device, _), layers in zip(placed, trunk, strict=True)],
+        layout,
+        plan.context,
+        options.num_contexts,
     )
+    draft_caches = None
+    if opening.loads_mtp:
+        (device,) = (device for device, part in placed if config.mtp_layer in part.layers)
+        draft_layout = CacheLayout((latent_streams(config, True),), is_bf16=True)
+        draft_caches = DeviceCachePool([(device, [0])], draft_layout, plan.context, options.num_contexts)
     source = WeightSource(checkpoint, config, options.recipe)
     parts = []
-    for device, part in placed:
-        num_bytes = device_pass_bytes(config, max_rows, plan.context)
-        workspace = Workspace(config, len(part.layers), max_rows, Arena(device, num_bytes))
+    for (device, part), trunk_layers in zip(placed, trunk, strict=True):
+        num_bytes = device_pass_bytes(config, max_rows, plan.context, opening.loads_mtp)
+        has_draft = opening.loads_mtp and config.mtp_layer in part.layers
+        workspace = Workspace(config, len(part.layers), max_rows, Arena(device, num_bytes), has_draft)
         arena = Arena(device, arena_bytes(part.dense_bytes, len(part.layers) + 1))
-        layers = {layer: to_device(arena, source.layer(layer)) for layer in part.layers}
+        layers = {layer: to_device(arena, source.layer(layer)) for layer in trunk_layers}
+        draft = Draft(to_device(arena, source.mtp()), draft_caches.offsets[0]) if has_draft else None
         ends = _ends(arena, source) if part.has_ends else None
-        parts.append(DevicePart(device, config, layers, caches.offsets, ends, workspace))
+        parts.append(DevicePart(device, config, layers, caches.offsets, ends, workspace, draft))
     store = _open_store(checkpoint, opening, options, heat, placed, links)
-    return DeviceTransformer(config, parts, store, caches)
+    model = DeviceTransformer(config, parts, store, caches)
+    if draft_caches is None:
+        return model, None
+    return model, DeviceMtpHead(model, next(part for part in parts if part.draft is not None), draft_caches)
 
 
 def _ends(arena: Arena, source: WeightSource) -> Ends:
@@ -79,7 +98,8 @@ def _open_store(
     links: Sequence[LinkRates],
 ) -> DeviceStore:
     plan, config = opening.plan, checkpoint.config
-    files = ExpertFiles(checkpoint, options.recipe, list(config.sparse_layers), plan.read_mode)
+    layers = [layer for _, part in placed for layer in part.layers if config.is_sparse(layer)]
+    files = ExpertFiles(checkpoint, options.recipe, layers, plan.read_mode)
     is_elsewhere = np.zeros(heat.shape, bool)
     sparse = [any(config.is_sparse(layer) for layer in part.layers) for _, part in placed]
     tiers = [

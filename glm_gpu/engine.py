@@ -16,6 +16,7 @@ from glm_gpu.errors import RequestError
 from glm_gpu.grammar import Constraint, Grammar, GrammarVocabulary
 from glm_gpu.json_file import read_json_object
 from glm_gpu.kernels import cpu
+from glm_gpu.model.device_mtp import DeviceMtpHead
 from glm_gpu.model.device_transformer import DeviceTransformer
 from glm_gpu.model.mtp import MtpHead
 from glm_gpu.model.numerics import Numerics
@@ -72,15 +73,16 @@ class Engine:
         self.eos_ids = eos_ids(config, generation, self.tokenizer, chat=False)
         self.turn_ids = eos_ids(config, generation, self.tokenizer, chat=True)
         self.sampling_defaults = SamplingParams.from_generation_config(generation)
-        self._is_kv_bf16 = options.is_kv_bf16
+        self._is_kv_bf16 = options.is_kv_bf16 or bool(self.devices)
         self.row_identity = f"{checkpoint.fingerprint} {options.row_format}"
 
         if options.threads is not None:
             cpu.set_threads(options.threads)
         self.model: Transformer | DeviceTransformer
+        self.mtp_head: MtpHead | DeviceMtpHead | None
         if self.devices:
             try:
-                self.model = open_on_devices(checkpoint, opening, options, heat, self.devices)
+                self.model, self.mtp_head = open_on_devices(checkpoint, opening, options, heat, self.devices)
             except BaseException:
                 for device in self.devices:
                     device.close()
@@ -90,10 +92,10 @@ class Engine:
             weights = load_weights(checkpoint, config, recipe, opening.loads_mtp, self.plan.is_streamed)
             numerics = Numerics(options.activations, explicit_prefill=options.fast_math)
             self.model = Transformer(config, weights, _open_store(checkpoint, opening, options, heat), numerics)
+            self.mtp_head = MtpHead(self.model) if opening.loads_mtp else None
         self.store = self.model.store
         self.speculate: SpeculateMode = options.speculate
         self.speculation = WidthPolicy(min_width=0 if options.speculate == "auto" else 1)
-        self.mtp_head = MtpHead(self.model) if opening.loads_mtp else None
         if config.mtp_layer is not None and not opening.has_mtp and options.speculate == "auto":
             log.warning("%s: no MTP head in this checkpoint; running without its drafts", checkpoint.path)
         self._vocabulary: GrammarVocabulary | None = None

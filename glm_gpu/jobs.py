@@ -190,6 +190,13 @@ class Job:
         return self.request.scores_prompt and self.result.completion_tokens == 0
 
     @property
+    def takes_best(self) -> bool:
+        """Whether of each row's logits nothing but the best token is wanted."""
+        request = self.request
+        is_scored = self.scores_prompt or request.num_logprobs is not None
+        return self.answer.takes_best and not is_scored and not request.logit_bias
+
+    @property
     def max_length(self) -> int:
         """Most tokens of prompt and answer together."""
         return self.result.prompt_tokens + self.request.max_tokens

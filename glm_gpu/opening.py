@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -162,21 +163,30 @@ def plan_opening(checkpoint: Checkpoint, options: EngineOptions, heat: Heat | No
     if devices:
         try:
             _check_devices(checkpoint, options)
-            plan, sizes = _plan(checkpoint, options, heat, False, devices)
-            return Opening(plan, sizes, has_mtp, False, tuple(devices), reason)
+            # "auto" is bf16 on a device, beside f32 weights as well
+            found = _plan_with_drafts(checkpoint, replace(options, kv="bf16"), heat, has_mtp, devices)
+            return replace(found, devices=tuple(devices), device_reason=reason)
         except (CapacityError, RequestError) as error:
             if options.devices.is_asked:
                 raise
             reason = str(error)
-    return replace(_plan_on_cpu(checkpoint, options, heat, has_mtp), device_reason=reason)
+    return replace(_plan_with_drafts(checkpoint, options, heat, has_mtp), device_reason=reason)
 
 
-def _plan_on_cpu(checkpoint: Checkpoint, options: EngineOptions, heat: Heat | None, has_mtp: bool) -> Opening:
-    plan, sizes = _plan(checkpoint, options, heat, with_mtp=options.speculate == "mtp")
+def _plan_with_drafts(
+    checkpoint: Checkpoint,
+    options: EngineOptions,
+    heat: Heat | None,
+    has_mtp: bool,
+    devices: Sequence[Device] = (),
+) -> Opening:
+    """The plan with the multi-token layer where it is asked for or pays, without it otherwise."""
+    plan, sizes = _plan(checkpoint, options, heat, options.speculate == "mtp", devices)
     if options.speculate == "auto" and has_mtp and _holds_all(plan, sizes):
-        plan_with, sizes_with = _plan(checkpoint, options, heat, with_mtp=True)
-        if _holds_all(plan_with, sizes_with):
-            return Opening(plan_with, sizes_with, has_mtp, loads_mtp=True)
+        with suppress(CapacityError):
+            plan_with, sizes_with = _plan(checkpoint, options, heat, True, devices)
+            if _holds_all(plan_with, sizes_with):
+                return Opening(plan_with, sizes_with, has_mtp, loads_mtp=True)
     return Opening(plan, sizes, has_mtp, loads_mtp=options.speculate == "mtp")
 
 
@@ -218,7 +228,7 @@ def demand_of(config: ModelConfig, options: EngineOptions, with_mtp: bool, is_nu
         return results + (shared if options.is_shared else 0)
 
     def on_device(context: int) -> int:
-        return device_pass_bytes(config, min(PREFILL_CHUNK, options.num_contexts * context), context)
+        return device_pass_bytes(config, min(PREFILL_CHUNK, options.num_contexts * context), context, with_mtp)
 
     return Demand(
         context=_context(options.context, config.max_position_embeddings),
@@ -248,14 +258,13 @@ def _check_devices(checkpoint: Checkpoint, options: EngineOptions) -> None:
     check_formats(checkpoint.config, options.recipe)
     if options.kv == "f32":
         raise RequestError("--kv f32 is the CPU's; a GPU caches bf16. Drop it, or use --device cpu")
-    if options.speculate == "mtp":
-        raise RequestError("--speculate mtp runs on the CPU only; use --speculate auto or ngram, or --device cpu")
 
 
 def _holds_all(plan: Plan, sizes: ModelSizes) -> bool:
     """Whether nothing will have to be read again."""
     num_experts = len(sizes.sparse_layers) * sizes.num_experts
-    return not plan.is_streamed and sum(plan.num_slots.values()) == num_experts
+    num_placed = sum(plan.num_slots.values()) + sum(device.num_experts for device in plan.devices)
+    return not plan.is_streamed and num_placed >= num_experts
 
 
 def _context(asked: int | None, longest: int) -> int:

@@ -71,7 +71,8 @@ def lay_out(parts: Sequence[Part]) -> tuple[Batch, list[range]]:
         wanted.append(range(first, stop))
         start = stop
     batch = Batch.of(spans, "prefill" if any(part.is_prompt for part in parts) else "decode", no_logits=True)
-    return replace(batch, logits_at=np.array([row for rows in wanted for row in rows], np.int32)), wanted
+    logits_at = np.array([row for rows in wanted for row in rows], np.int32)
+    return replace(batch, logits_at=logits_at, only_best=all(part.job.takes_best for part in parts)), wanted
 
 
 def take(part: Part, logits: np.ndarray, hidden: np.ndarray, counts: Counts) -> FinishReason | None:
@@ -81,7 +82,8 @@ def take(part: Part, logits: np.ndarray, hidden: np.ndarray, counts: Counts) -> 
     answer in between, its cache counts rows of its own tokens only.
 
     Args:
-        logits: [n, V] f32, of the rows that were asked for: drafts, the row before them, a scored prompt's.
+        logits: [n, V] f32, of the rows that were asked for: drafts, the row before them, a scored prompt's; or [n] best
+            ids, where no job of the pass wants more.
         hidden: [T, D] f32, of the part's rows and drafts.
 
     Returns:
@@ -120,7 +122,7 @@ def _choose(job: Job, logits: np.ndarray, counts: Counts) -> tuple[int, FinishRe
     """The next token of an answer, handed on, and whether that was the last.
 
     Args:
-        logits: [V] f32, those behind the last token.
+        logits: [V] f32, those behind the last token, or the best id alone.
     """
     request, result = job.request, job.result
     num_before = len(job.ids)

@@ -154,6 +154,20 @@ def greedy(logits: np.ndarray) -> int:
     return int(np.argmax(logits))
 
 
+def found_elsewhere(token_id: int) -> int:
+    """What `greedy` gives, where the best token was found without the logits coming here.
+
+    Args:
+        token_id: -1 where a logit was NaN or infinite.
+
+    Raises:
+        CheckpointError: it is -1.
+    """
+    if token_id < 0:
+        raise _damaged("NaN or infinity")
+    return token_id
+
+
 def apply_penalties(
     logits: np.ndarray, params: SamplingParams, history_ids: np.ndarray, num_prompt: int = 0
 ) -> np.ndarray:
@@ -321,6 +335,10 @@ def _check(logits: np.ndarray) -> None:
         return
     if greatest == -np.inf:
         raise RequestError("no token may come next: every logit is -inf; loosen the constraint on the output")
-    raise CheckpointError(
-        f"the model gave {greatest} as a logit; its weights are damaged or of another model: check the shards"
+    raise _damaged(greatest)
+
+
+def _damaged(logit: object) -> CheckpointError:
+    return CheckpointError(
+        f"the model gave {logit} as a logit; its weights are damaged or of another model: check the shards"
     )

@@ -342,7 +342,7 @@ class Scheduler:
                     self._end(part.job, reason)
 
     def _run(self, parts: list[Part]) -> list[tuple[Part, np.ndarray, np.ndarray]]:
-        """One pass: for each request the logits that it wanted, [n, V] f32, and the hidden states of all its rows.
+        """One pass: for each request the logits that it wanted, as `take` has them, and its rows' hidden states.
 
         Drafts are run, but not yet counted as cached.
         """
@@ -368,7 +368,7 @@ class Scheduler:
             self._tell_progress(job)
         stops = itertools.accumulate(len(rows) for rows in wanted)
         return [
-            (part, output.logits[stop - len(rows) : stop], output.hidden[span.rows])
+            (part, output.choices[stop - len(rows) : stop], output.hidden[span.rows])
             for part, span, rows, stop in zip(parts, batch.spans, wanted, stops, strict=True)
         ]
 

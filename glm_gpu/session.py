@@ -107,7 +107,7 @@ class Session:
         stats = self.last = answer.stats
         stats.reused_tokens = len(self._cached_ids)
         began = time.perf_counter()
-        logits = self._prefill(answer.ids[len(self._cached_ids) :])
+        logits = self._prefill(answer.ids[len(self._cached_ids) :], answer.takes_best)
         stats.prefill_s = time.perf_counter() - began
         answer.choose(logits)
         while True:
@@ -123,14 +123,15 @@ class Session:
             self._decode(answer)
             stats.decode_s += time.perf_counter() - began
 
-    def _prefill(self, ids: list[int]) -> np.ndarray:
-        """Run a prompt's new tokens; the last one's logits, [V] f32."""
+    def _prefill(self, ids: list[int], only_best: bool) -> np.ndarray:
+        """Run a prompt's new tokens; what is chosen from behind the last one."""
         for start in range(0, len(ids), PREFILL_CHUNK):
             chunk = ids[start : start + PREFILL_CHUNK]
             is_last = start + PREFILL_CHUNK >= len(ids)
-            output = self._model.forward(Batch.of([(chunk, self._cache)], "prefill", no_logits=not is_last))
+            batch = Batch.of([(chunk, self._cache)], "prefill", no_logits=not is_last, only_best=only_best)
+            output = self._model.forward(batch)
             self._keep(chunk, output.hidden)
-        return output.logits[0]
+        return output.choices[0]
 
     def _decode(self, answer: Answer) -> None:
         """One pass over the last token and the drafts behind it; the answer grows by one token at least, or ends."""
@@ -138,11 +139,12 @@ class Session:
         drafted_ids = self._speculator.propose(answer.ids, answer.num_left - 1, answer.constraint)
         rows = [answer.ids[-1], *drafted_ids]
         began = time.perf_counter()
-        output = self._model.forward(Batch.of([(rows, self._cache)], "decode", all_logits=True))
+        batch = Batch.of([(rows, self._cache)], "decode", all_logits=True, only_best=answer.takes_best)
+        output = self._model.forward(batch)
         self._speculator.policy.times(1).observe(len(rows), time.perf_counter() - began)
         num_accepted = 0
         try:
-            chosen_ids = answer.verify(drafted_ids, output.logits)
+            chosen_ids = answer.verify(drafted_ids, output.choices)
             num_accepted = common_prefix(drafted_ids, answer.ids[num_before:])
         finally:
             num_kept = 1 + num_accepted

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from glm_gpu.answer import Answer
+from glm_gpu.errors import CheckpointError
 from glm_gpu.sampling import SamplingParams, apply_temperature, make_rng
 
 # A model of five tokens whose next logits depend on the last token only.
@@ -120,3 +121,21 @@ def test_penalties_count_the_answer_s_tokens_and_not_the_prompt_s():
     answer = Answer([best, FIRST], SamplingParams(temperature=0, presence_penalty=50.0), max_tokens=3)
     assert answer.choose(LOGITS[FIRST]) == best
     assert answer.choose(LOGITS[FIRST]) != best
+
+
+def test_best_ids_are_taken_as_their_logits_would_be():
+    logits = LOGITS[[FIRST, BEST, 0]]
+    drafted_ids = logits.argmax(axis=1)[:2].tolist()
+    answers = [Answer([FIRST], SamplingParams(temperature=0.0), 8) for _ in range(2)]
+    from_logits, from_ids = (
+        answer.verify(drafted_ids, behind)
+        for answer, behind in zip(answers, (logits, logits.argmax(axis=1).astype(np.int32)), strict=True)
+    )
+    assert from_ids == from_logits and answers[0].ids == answers[1].ids and len(from_ids) == 3
+
+
+def test_the_best_id_of_damaged_logits_is_an_error():
+    answer = Answer([FIRST], SamplingParams(temperature=0.0), 8)
+    with pytest.raises(CheckpointError, match="damaged"):
+        answer.choose(np.int32(-1))
+    assert answer.ids == [FIRST]

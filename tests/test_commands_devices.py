@@ -13,6 +13,7 @@ RUN = ("run", PROMPT, "--max-tokens", "3", "--temperature", "0", "--context", "6
 def test_two_simulated_devices_write_what_the_cpu_writes(invoke):
     code, text, _ = invoke(*RUN, "--device", "cpu")
     assert invoke(*RUN, "--device", "sim:2")[:2] == (code, text) == (0, text)
+    assert invoke(*RUN, "--device", "sim:2", "--speculate", "mtp")[:2] == (0, text)
 
 
 def test_a_conversation_on_a_device_goes_on_from_its_file(invoke, tmp_path):
@@ -55,7 +56,6 @@ def test_the_doctor_names_what_would_compute(invoke, monkeypatch):
         (("--device", "sim:1", "--vram", "1GiB,1GiB"), "--vram"),
         (("--device", "sim:1", "--vram", "1MiB"), "--context"),
         (("--device", "sim:1", "--kv", "f32"), "--kv"),
-        (("--device", "sim:1", "--speculate", "mtp"), "--speculate"),
         (("--device", "sim:1", "--expert-bits", "2"), "stores"),
         (("--device", "sim:1", "--profile"), "--profile"),
     ],

@@ -50,7 +50,7 @@ def test_a_card_that_holds_everything_replays_graphs(cards, oracle_dir):
     cards([64 * MIB])
     with Engine.open(path, options_for(path, devices=DeviceRequest("cuda"))) as engine:
         greedy(engine, range(20), 5)
-        (captured,) = engine.model._graphs.values()
+        (captured,) = engine.model.chains[0]._graphs.values()
         assert len(captured.graphs) == 1
 
 

@@ -179,10 +179,9 @@ def test_a_host_waits_at_most_once_a_layer_and_never_where_all_is_at_hand(oracle
 def test_a_pass_is_replayed_with_new_numbers_from_the_second_time_on(oracle_dir):
     with opened(oracle_dir, 36) as engine:
         _, logits = greedy(engine, range(20), 6)
-        assert len(engine.model._graphs) == 1
-        engine.model._graphs.clear()
-        engine.model._seen.clear()
-        engine.model._captured = lambda shape, inputs: None
+        (chain,) = engine.model.chains
+        assert chain.num_graphs == 1
+        chain._captured = lambda shape, feeds: None
         assert np.array_equal(greedy(engine, range(20), 6)[1], logits)
 
 

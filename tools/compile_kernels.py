@@ -23,10 +23,10 @@ ROWS = (*range(1, 34), 64, 256, PREFILL_CHUNK)
 
 def needed(config: ModelConfig, recipe: Recipe, scale_dtype: str) -> list[Specialization]:
     """Every way in which a model's passes launch kernels, short contexts and long ones."""
-    recorder = Recorder()
+    recorder, with_mtp = Recorder(), config.mtp_layer is not None
     for num_rows in ROWS:
         for context in (num_rows, 4 * max(config.index_topk or 0, num_rows)):
-            dry_run(config, num_rows, context, recorder, recipe, scale_dtype)
+            dry_run(config, num_rows, context, recorder, recipe, scale_dtype, with_mtp)
     return recorder.specializations
 
 

@@ -9,9 +9,10 @@ import numpy as np
 from glm_gpu.config import ModelConfig
 from glm_gpu.device import NUMPY_DTYPES, Arena
 from glm_gpu.kernels.gpu.arrays import DeviceMatrix, Launcher, View
-from glm_gpu.model.device_layer import Compute, Place, decoder_layer
+from glm_gpu.kernels.gpu.norm import rms_norm
+from glm_gpu.model.device_layer import Compute, Place, decoder_layer, draft_input
 from glm_gpu.model.device_part import LOGIT_ROWS, DevicePart, Ends, PassShape, Workspace, rounded_count
-from glm_gpu.model.weights import read_layer
+from glm_gpu.model.weights import read_layer, read_mtp
 from glm_gpu.quant import Format
 from glm_gpu.recipe import Recipe
 from glm_gpu.slab import SlabLayout
@@ -20,17 +21,24 @@ from glm_gpu.tensors import expected_tensors
 _UNLIMITED = 1 << 60
 
 
-def device_pass_bytes(config: ModelConfig, num_rows: int, context: int) -> int:
+def device_pass_bytes(config: ModelConfig, num_rows: int, context: int, with_mtp: bool = False) -> int:
     """The most that passes of up to `num_rows` rows take on a device, inputs and places for results included.
 
     Args:
         context: positions in the cache once the pass is done.
+        with_mtp: passes of the multi-token layer too.
     """
-    return dry_run(config, num_rows, context, _Nobody(), Recipe.from_bits(16, 16, 0))
+    return dry_run(config, num_rows, context, _Nobody(), Recipe.from_bits(16, 16, 0), with_mtp=with_mtp)
 
 
 def dry_run(
-    config: ModelConfig, num_rows: int, context: int, launcher: Launcher, recipe: Recipe, scale_dtype: str = "f32"
+    config: ModelConfig,
+    num_rows: int,
+    context: int,
+    launcher: Launcher,
+    recipe: Recipe,
+    scale_dtype: str = "f32",
+    with_mtp: bool = False,
 ) -> int:
     """Launch what a pass on a device launches, for one layer of each kind, with addresses where nothing lies.
 
@@ -39,6 +47,7 @@ def dry_run(
         launcher: must not look behind an address.
         recipe: the formats of weights.
         scale_dtype: "f32" or "f16".
+        with_mtp: the multi-token layer's launches too.
 
     Returns:
         Bytes that the pass takes on the device, inputs and places for results included.
@@ -47,7 +56,7 @@ def dry_run(
         launcher=launcher, allocate=lambda num_bytes: 0, host_array=lambda shape, dtype: np.empty(0, dtype)
     )
     arena = Arena(device, _UNLIMITED)
-    workspace = Workspace(config, config.num_hidden_layers + 1, num_rows, arena)
+    workspace = Workspace(config, config.num_hidden_layers + 1, num_rows, arena, has_draft=with_mtp)
     is_sparse = config.is_latent and context > config.index_topk
     shape = PassShape(num_rows, rounded_count(context), is_sparse, ())
     _, inputs = workspace.described(shape)
@@ -57,20 +66,32 @@ def dry_run(
         return recipe.format_for(name, config), scale_dtype
 
     scale_type = np.dtype(NUMPY_DTYPES[scale_dtype])
-    layout = SlabLayout(recipe.expert, config.hidden_size, config.moe_intermediate_size, scale_type)
     x, ids = View(0, (num_rows, config.hidden_size), "f32"), View(0, (num_rows, config.num_experts_per_tok), "i32")
-    for layer in _kinds(config):
-        weights: Any = read_layer(_Shapes(shapes, f"model.layers.{layer}.", formats), config, layer)
+
+    def run(weights: Any, expert: Format) -> None:
+        layout = SlabLayout(expert, config.hidden_size, config.moe_intermediate_size, scale_type)
         place = Place(config, device.launcher, workspace.scratch())
         offsets = dict.fromkeys(("latent", "index_key", "key", "value"), 0)
         decoder_layer(x, weights, place, inputs, offsets, _Experts(layout), ids)
+
+    for layer in _kinds(config):
+        run(read_layer(_Shapes(shapes, f"model.layers.{layer}.", formats), config, layer), recipe.expert)
+    if with_mtp:
+        mtp: Any = read_mtp(_Shapes(shapes, f"model.layers.{config.mtp_layer}.", formats), config)
+        draft_input(x, inputs.hidden, mtp, Place(config, device.launcher, workspace.scratch()))
+        run(mtp.layer, recipe.mtp_expert)
+        rms_norm(launcher, x, mtp.head_norm, config.rms_norm_eps, out=x)
     vocabulary = config.vocab_size, config.hidden_size
     embedding, head = (_matrix(vocabulary, *formats(name)) for name in ("model.embed_tokens.weight", "lm_head.weight"))
     norm = View(0, (config.hidden_size,), "f32")
     part = DevicePart(device, config, {}, (), Ends(embedding, norm, head), workspace)
     part.embed(View(0, (num_rows,), "i32"))
-    _, split = part.finish(num_rows)
-    part.logits(split, 0, min(num_rows, LOGIT_ROWS))
+    for is_normed in (False, True) if with_mtp else (False,):
+        _, split = part.finish(num_rows, is_normed)
+        marked = workspace.arena.used_bytes
+        for only_best in (False, True):
+            part.choices(split, 0, min(num_rows, LOGIT_ROWS), only_best)
+            workspace.arena.cut(marked)
     return arena.peak_bytes
 
 

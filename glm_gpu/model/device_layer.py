@@ -30,6 +30,7 @@ from glm_gpu.model.weights import (
     LayerWeights,
     MlpWeights,
     MoeWeights,
+    MtpWeights,
 )
 from glm_gpu.slab import SlabLayout
 
@@ -65,16 +66,19 @@ class PassInputs:
         num_rows: T.
         max_count: no row attends to more positions; grids are made for it.
         is_sparse: some row sees more than `index_topk` positions, so that positions are selected.
+        is_given: what rows attend to is settled, in `counts` or in `selected` and `num_selected`: no layer selects.
         positions, counts: [T] i32; counts are positions + 1.
         cos, sin: [T, P / 2] f32.
         caches: [T] i64, where the cache of each row's sequence begins.
         selected, num_selected: [T, index_topk] and [T] i32, written by layers that select; unused where none does.
         ids: [L, T, K] i32 for this device's layers: experts chosen, for the host.
+        hidden: [T, D] f32, what the multi-token layer goes on from; None on a device without it.
     """
 
     num_rows: int
     max_count: int
     is_sparse: bool
+    is_given: bool
     positions: View
     counts: View
     cos: View
@@ -83,6 +87,7 @@ class PassInputs:
     selected: View
     num_selected: View
     ids: View
+    hidden: View | None = None
 
 
 @dataclass(frozen=True)
@@ -130,6 +135,21 @@ def decoder_layer(
     place.scratch.cut(marked)
 
 
+def draft_input(x: View, hidden: View, weights: MtpWeights, place: Place) -> None:
+    """What the multi-token layer starts from, in the place of the embeddings: see `glm_gpu.model.mtp`.
+
+    Args:
+        x: [T, D] f32, the next tokens' embeddings; overwritten.
+        hidden: [T, D] f32.
+    """
+    marked, (num_rows, width), eps = place.scratch.used_bytes, x.shape, place.config.rms_norm_eps
+    both = place.take(num_rows, 2 * width, dtype=HALF)
+    rms_norm(place.launcher, x, weights.embedding_norm, eps, split=both)
+    rms_norm(place.launcher, hidden, weights.hidden_norm, eps, split=both, begin=width)
+    project(place.launcher, both, weights.projection, x)
+    place.scratch.cut(marked)
+
+
 def _latent_attention(
     x: View, norm: View, weights: LatentAttentionWeights, place: Place, inputs: PassInputs, offsets: dict[str, int]
 ) -> None:
@@ -160,7 +180,7 @@ def _latent_attention(
         inputs.positions,
         HALF,
     )
-    if weights.indexer is not None:
+    if weights.indexer is not None and not inputs.is_given:
         _select(h, split, q_latent, weights.indexer, place, inputs, offsets["index_key"])
 
     queries = place.take(num_rows, num_heads, rank + rope_width, dtype=HALF)

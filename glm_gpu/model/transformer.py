@@ -22,12 +22,25 @@ class Output:
     """What a pass leaves behind.
 
     Args:
-        logits: [len(batch.logits_at), V] f32.
+        logits: [n, V] f32, of the batch's `logits_at`; None where the batch asked for the best only and got it.
         hidden: [T, D] f32, after the final norm.
+        best_ids: [n] int32, in place of logits: each row's best token, the lowest of equals, -1 where a logit is NaN or
+            infinite.
     """
 
-    logits: np.ndarray
+    logits: np.ndarray | None
     hidden: np.ndarray
+    best_ids: np.ndarray | None = None
+
+    @property
+    def choices(self) -> np.ndarray:
+        """What tokens are chosen from, a row for each of `logits_at`: logits, or the best id alone."""
+        return self.best_ids if self.logits is None else self.logits
+
+    @property
+    def greedy_ids(self) -> np.ndarray:
+        """[n] int, the best token of each row."""
+        return self.best_ids if self.logits is None else np.argmax(self.logits, axis=1)
 
 
 def cache_layout(config: ModelConfig, is_bf16: bool) -> CacheLayout:

@@ -182,7 +182,7 @@ class WeightSource:
 
     def mtp(self) -> MtpWeights:
         """The multi-token layer; the checkpoint must have it."""
-        return _mtp(self._model.under(f"layers.{self._config.mtp_layer}."), self._config)
+        return read_mtp(self._model.under(f"layers.{self._config.mtp_layer}."), self._config)
 
 
 def load_weights(
@@ -259,7 +259,8 @@ def _moe(reader: _Reader) -> MoeWeights:
     )
 
 
-def _mtp(reader: _Reader, config: ModelConfig) -> MtpWeights:
+def read_mtp(reader: _Reader, config: ModelConfig) -> MtpWeights:
+    """The multi-token layer through anything that reads as `_Reader` does, below the layer's prefix."""
     return MtpWeights(
         embedding_norm=reader.vector("enorm.weight"),
         hidden_norm=reader.vector("hnorm.weight"),

@@ -1,13 +1,13 @@
 """Drafts from the checkpoint's multi-token layer, used recurrently."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 
 from glm_gpu.batch import Batch
+from glm_gpu.cache import KVCache
 from glm_gpu.model.indexer import Selection
-from glm_gpu.model.mtp import MtpHead
 from glm_gpu.model.transformer import Output
 from glm_gpu.speculative.draft import Draft
 
@@ -16,6 +16,18 @@ from glm_gpu.speculative.draft import Draft
 MAX_PENDING = 128
 # Most rows of a pass that sequences share, as many as one of a prompt has: before it, long waiting ones are run alone.
 _MAX_ROWS = 512
+
+
+class DraftHead(Protocol):
+    """The multi-token layer, wherever it runs: `glm_gpu.model.mtp.MtpHead`, or the same on a device."""
+
+    def new_cache(self, max_length: int, is_bf16: bool) -> KVCache:
+        """An empty cache for one sequence's rows."""
+
+    def forward(
+        self, batch: Batch, hidden: np.ndarray, selections: Sequence[Selection] | None = None
+    ) -> tuple[Output, list[Selection]]:
+        """Guess, for every row, the token after its own; and what at least each span's last row attended over."""
 
 
 class MtpDrafter:
@@ -37,7 +49,7 @@ class MtpDrafter:
             and the layer sees a shorter text when it is asked again.
     """
 
-    def __init__(self, head: MtpHead, max_length: int, is_bf16: bool, shares_selection: bool) -> None:
+    def __init__(self, head: DraftHead, max_length: int, is_bf16: bool, shares_selection: bool) -> None:
         self._head = head
         self.cache = head.new_cache(max_length, is_bf16)
         self._shares_selection = shares_selection
@@ -147,17 +159,17 @@ def draft_together(turns: Sequence[tuple[MtpDrafter, Sequence[int], int]]) -> li
     output, selections = _forward([(drafter, drafter._due_rows(ids)) for drafter, ids, _ in turns], "decode")
     for drafter in drafters:
         drafter._pending = []
-    drafts = [[int(token_id)] for token_id in np.argmax(output.logits, axis=1)]
+    drafts = [[token_id] for token_id in _guesses(output)]
     hidden, left = output.hidden, list(range(len(turns)))
     for depth in range(2, max(width for _, _, width in turns) + 1):
         keeps = [place for place, turn in enumerate(left) if turns[turn][2] >= depth]
         hidden, left = hidden[keeps], [left[place] for place in keeps]
         shared = [selections[turn].last_row() for turn in left] if drafters[0]._shares_selection else None
-        batch = Batch.of([(drafts[turn][-1:], drafters[turn].cache) for turn in left], "decode")
+        batch = Batch.of([(drafts[turn][-1:], drafters[turn].cache) for turn in left], "decode", only_best=True)
         output, _ = drafters[0]._head.forward(batch, hidden, shared)
         hidden = output.hidden
-        for turn, logits in zip(left, output.logits, strict=True):
-            drafts[turn].append(int(np.argmax(logits)))
+        for turn, token_id in zip(left, _guesses(output), strict=True):
+            drafts[turn].append(token_id)
     for drafter in drafters:
         drafter.cache.truncate(drafter._length)
     return [Draft("mtp", token_ids) for token_ids in drafts]
@@ -169,12 +181,19 @@ def _forward(
     """Cache rows of several sequences.
 
     Returns:
-        Each sequence's last logits and hidden state; what its rows attended over.
+        What each sequence's last row gave; what its rows attended over.
     """
     next_ids = [[token_id for _, token_id in rows] for _, rows in parts]
-    batch = Batch.of([(ids, drafter.cache) for ids, (drafter, _) in zip(next_ids, parts, strict=True)], phase)
+    rows = [(ids, drafter.cache) for ids, (drafter, _) in zip(next_ids, parts, strict=True)]
+    batch = Batch.of(rows, phase, only_best=True)
     states = np.stack([state for _, rows in parts for state, _ in rows])
     output, selections = parts[0][0]._head.forward(batch, states)
     for ids, (drafter, _) in zip(next_ids, parts, strict=True):
         drafter._next_ids += ids
-    return Output(output.logits, output.hidden[[span.stop - 1 for span in batch.spans]]), selections
+    last = [span.stop - 1 for span in batch.spans]
+    return Output(output.logits, output.hidden[last], output.best_ids), selections
+
+
+def _guesses(output: Output) -> list[int]:
+    """The best token of each row; some token where a logit is no number, for a guess need not be good."""
+    return np.maximum(output.greedy_ids, 0).tolist()

@@ -16,7 +16,9 @@ def num_blocks(vocab_size: int) -> int:
 
 
 def argmax(launcher: Launcher, logits: Array, block_values: Array, block_ids: Array, ids: Array) -> None:
-    """Each row's best token, ties to the lowest id; NaN counts as -inf.
+    """Each row's best token, ties to the lowest id; -1 for a row that holds NaN or +inf, or nothing above -inf.
+
+    Specification: glm_gpu.sampling.greedy.
 
     Args:
         logits: [T, V] f32.

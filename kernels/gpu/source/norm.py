@@ -18,6 +18,8 @@ def rms_norm_kernel(
     HAS_WEIGHT: tl.constexpr,
     HAS_OUT: tl.constexpr,
     HAS_SPLIT: tl.constexpr,
+    SPLIT_WIDTH: tl.constexpr,
+    SPLIT_BEGIN: tl.constexpr,
 ):
     """One row."""
     row = tl.program_id(0).to(tl.int64)
@@ -30,5 +32,5 @@ def rms_norm_kernel(
     if HAS_OUT:
         tl.store(out_ptr + row * WIDTH + column, x, mask=is_column)
     if HAS_SPLIT:
-        place = split_columns(column, WIDTH)
-        tl.store(split_ptr + row * WIDTH + place, x.to(split_ptr.dtype.element_ty), mask=is_column)
+        place = split_columns(SPLIT_BEGIN + column, SPLIT_WIDTH)
+        tl.store(split_ptr + row * SPLIT_WIDTH + place, x.to(split_ptr.dtype.element_ty), mask=is_column)

@@ -23,6 +23,16 @@ def test_norm_is_the_specified_one_plain_and_split(num_rows, width, dtype):
     np.testing.assert_array_equal(unsplit(divided), narrow(out, dtype))
 
 
+def test_two_norms_side_by_side_are_one_split_row():
+    rng = np.random.default_rng(4)
+    one, other = (rng.standard_normal((3, 160)).astype(np.float32) for _ in range(2))
+    weight = rng.standard_normal(160).astype(np.float32)
+    divided, plain = empty((3, 320), "bf16"), [empty((3, 160), "f32") for _ in range(2)]
+    for begin, x, out in ((0, one, plain[0]), (160, other, plain[1])):
+        rms_norm(checked(), view(x), view(weight), EPS, view(out), view(divided), begin)
+    np.testing.assert_array_equal(unsplit(divided), narrow(np.concatenate(plain, axis=1), "bf16"))
+
+
 def test_activations_are_split_without_a_norm():
     x = np.random.default_rng(0).standard_normal((3, 160)).astype(np.float32)
     divided = empty((3, 160), "bf16")

@@ -25,8 +25,8 @@ def test_ties_go_to_the_lowest_id_within_and_across_blocks():
     np.testing.assert_array_equal(best(logits), [4099, 0])
 
 
-def test_nan_counts_as_minus_infinity():
-    logits = np.full((3, 4100), -np.inf, np.float32)
-    logits[:, ::3] = np.nan
-    logits[0, 4000], logits[1, 4096] = -5, -np.inf
-    np.testing.assert_array_equal(best(logits), [4000, 0, 0])
+def test_a_row_without_a_finite_best_logit_has_no_best_token():
+    logits = np.zeros((5, 4100), np.float32)
+    logits[0, 4099], logits[1, 3], logits[2, 2500], logits[3] = np.nan, np.inf, -np.inf, -np.inf
+    logits[4, :], logits[4, 4000] = -np.inf, -5
+    np.testing.assert_array_equal(best(logits), [-1, -1, 0, -1, 4000])
