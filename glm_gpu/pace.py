@@ -4,17 +4,18 @@ from bisect import bisect_right
 from collections import deque
 
 # A step that also works on prompts may last so many times one that does not: tokens then come at no more than five
-# times their usual gap, with room for what a busy machine adds and no step has shown yet.
-_MAX_STRETCH = 3.0
-# Where the smallest part is too much already, more is taken while the next size lasts only so much longer: with experts
-# on disk a few rows read most of them, and small parts would add up to a far longer wait for everyone.
-_FLAT = 1.15
-# What was measured so many steps ago is measured again, so that one bad moment is not believed for ever.
-_MAX_AGE = 100
+# times their usual gap, for the longest of some hundred steps lasts as much more again as one alone does.
+_MAX_STRETCH = 2.5
+# Where one row is too much already, more are taken as far as all together last only so much longer: with experts on disk
+# a few rows may read most of them, and small parts would add up to a far longer wait for everyone.
+_FLAT = 1.25
+# What was measured so many steps ago is measured again, so that one bad moment is not believed for ever. A step without
+# a prompt is due far oftener, for all is held against those; it costs a fiftieth of the time.
+_MAX_AGE, _ALONE_AGE = 100, 24
 # Steps of a size that are remembered. A size is judged by the longest but one of them, its 94th percentile, against the
-# 25th of steps without a prompt.
-_NUM_SAMPLES = 16
-# Steps without a prompt before the first with one; and where the limit is passed anyway, tries of a size.
+# shortest but one of the last steps without a prompt: what a machine does for others is no reason for longer steps.
+_NUM_SAMPLES, _NUM_ALONE = 16, 8
+# Steps without a prompt before the first with one; and where one row is too much, tries of a size.
 _MIN_SAMPLES = 3
 # A row costs more behind a longer context; what was measured is believed up to twice the context, and a bit more where
 # contexts are short.
@@ -48,25 +49,43 @@ class Pace:
             return self.max_rows
         kind = self._kinds.get(num_answers.bit_length())
         alone = kind and kind.known(0, context=0)
-        if not alone or alone.num < _MIN_SAMPLES or kind.is_old(alone):
+        if not alone or alone.num < _MIN_SAMPLES or kind.age(alone) > _ALONE_AGE:
             return 0
-        limit_s, size = _MAX_STRETCH * alone.low_s, self._sizes[0]
+        limit_s, smallest = _MAX_STRETCH * alone.low_s, kind.known(self._sizes[0], context)
+        if smallest is None:
+            return self._sizes[0]
+        if smallest.median_s > limit_s:
+            return self._flat(kind, smallest, context)
+        size, here = self._sizes[0], smallest
         for larger in self._sizes[1:]:
-            here, there = kind.known(size, context), kind.known(larger, context)
+            there = kind.known(larger, context)
+            if there is None or kind.age(there) > _MAX_AGE:
+                # No row costs more than those before it: most of what it reads, they read already.
+                is_fit = alone.low_s + larger / size * (here.high_s - alone.low_s) <= limit_s
+            else:
+                is_fit = there.high_s <= limit_s
+            if not is_fit:
+                break
+            size, here = larger, there
             if here is None:
                 break
-            is_open = there is None or kind.is_old(there)
-            if here.median_s > limit_s:
-                is_flat = there is not None and there.median_s <= _FLAT * here.median_s
-                is_better = here.num >= _MIN_SAMPLES and (is_open or there.num < _MIN_SAMPLES or is_flat)
-            else:
-                # No row costs more than those before it: most of what it reads, they read already.
-                guess_s = alone.low_s + larger / size * (here.high_s - alone.low_s)
-                is_fit = there is not None and there.high_s <= limit_s
-                is_better = is_fit or (is_open and guess_s <= limit_s)
-            if not is_better:
-                break
-            size = larger
+        return size
+
+    def _flat(self, kind: "_Kind", smallest: "_Steps", context: int) -> int:
+        """The most rows that last about as long as the smallest part, of which too few steps may be known yet."""
+        size, here = self._sizes[0], smallest
+        if kind.age(here) > _MAX_AGE or here.num < _MIN_SAMPLES:
+            return size
+        slope_s = 0.0
+        for larger in self._sizes[1:]:
+            there = kind.known(larger, context)
+            if there is None or kind.age(there) > _MAX_AGE or there.num < _MIN_SAMPLES:
+                guess_s = here.median_s + (larger - size) * slope_s
+                return larger if guess_s <= _FLAT * smallest.median_s else size
+            if there.median_s > _FLAT * smallest.median_s:
+                return size
+            size, here = larger, there
+            slope_s = (here.median_s - smallest.median_s) / (size - self._sizes[0])
         return size
 
     def record(self, seconds: float, num_answers: int, num_rows: int, context: int = 0) -> None:
@@ -80,8 +99,8 @@ class Pace:
 class _Steps:
     """The last steps of one size."""
 
-    def __init__(self) -> None:
-        self._seconds: deque[float] = deque(maxlen=_NUM_SAMPLES)
+    def __init__(self, max_samples: int) -> None:
+        self._seconds: deque[float] = deque(maxlen=max_samples)
         self.num = 0
         self.low_s = self.median_s = self.high_s = 0.0
         self.context = self.seen_at = 0
@@ -89,7 +108,7 @@ class _Steps:
     def record(self, seconds: float, context: int, step: int) -> None:
         self._seconds.append(seconds)
         ranked, self.num = sorted(self._seconds), len(self._seconds)
-        at = self.num // 4, (self.num - 1) // 2, max(0, self.num - 2)
+        at = self.num // _NUM_ALONE, (self.num - 1) // 2, max(0, self.num - 2)
         self.low_s, self.median_s, self.high_s = (ranked[i] for i in at)
         self.context, self.seen_at = context, step
 
@@ -108,15 +127,15 @@ class _Kind:
             return None
         return steps
 
-    def is_old(self, steps: "_Steps") -> bool:
-        """Whether what was found too slow then may be tried again."""
-        return self._num_steps - steps.seen_at > _MAX_AGE
+    def age(self, steps: _Steps) -> int:
+        """Steps since the last of that size."""
+        return self._num_steps - steps.seen_at
 
     def record(self, size: int, seconds: float, context: int) -> None:
         self._num_steps += 1
         known = self.known(size, context)
-        if known is None or self.is_old(known):
-            known = self._by_size[size] = _Steps()
+        if known is None or self.age(known) > _MAX_AGE:
+            known = self._by_size[size] = _Steps(_NUM_SAMPLES if size else _NUM_ALONE)
         known.record(seconds, context, self._num_steps)
 
 
