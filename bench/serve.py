@@ -4,8 +4,9 @@
     python bench/serve.py --clients 8 --seconds 10 --model DIR
 
 Eight clients must be 2.5 times as fast as one; no gap between the tokens of an answer may be longer than five median
-ones while a prompt of 2,000 tokens is computed beside it; every answer must be the one given alone; and afterwards
-nothing may run, wait, or hold a page that no later prompt could use. Results go to bench/results/serve.json; exit code
+ones while a prompt of 2,000 tokens is computed beside it, those apart in which the hypervisor of a virtual machine kept
+a processor to itself; every answer must be the one given alone; and afterwards nothing may run, wait, or hold a page
+that no later prompt could use. Results go to bench/results/serve.json; exit code
 1 where a bound is missed.
 """
 

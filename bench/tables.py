@@ -72,6 +72,9 @@ def _facts(row: dict) -> list[str]:
         found.append(f"{row['gain']:.1f} times one client")
     if "median_gap_ms" in row:
         found.append(f"median gap {number(row['median_gap_ms'])} ms")
+    if row.get("stolen"):
+        longest = number(row["longest_stolen_ms"])
+        found.append(f"apart from {row['stolen']} in which the hypervisor had the processors, at most {longest} ms")
     if "ended" in row:
         found.append(f"{row['ended']} answers, {row['differed']} of them other than alone; {row['left']} left")
     return found

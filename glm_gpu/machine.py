@@ -132,6 +132,12 @@ def storage_bytes_read(pid: int | None = None, root: Path = _ROOT) -> int | None
     return int(size) if size else None
 
 
+def stolen_s(root: Path = _ROOT) -> float:
+    """Seconds, added over the processors, for which a hypervisor kept them to itself; 0 where /proc does not say."""
+    fields = _read(root / "proc/stat").partition("\n")[0].split()
+    return int(fields[8]) / os.sysconf("SC_CLK_TCK") if len(fields) > 8 and fields[0] == "cpu" else 0.0
+
+
 def process_start(pid: int, root: Path = _ROOT) -> str | None:
     """What tells a running process from a later one of the same number; None when it does not run."""
     if not (root / "proc/self/stat").exists():

@@ -4,10 +4,10 @@ from bisect import bisect_right
 from collections import deque
 
 # A step that also works on prompts may last so many times one that does not: tokens then come at no more than five
-# times their usual gap, for the longest of some hundred steps lasts as much more again as one alone does.
-_MAX_STRETCH = 2.5
-# Where one row is too much already, more are taken as far as all together last only so much longer: with experts on disk
-# a few rows may read most of them, and small parts would add up to a far longer wait for everyone.
+# times their usual gap, with room for what a busy machine adds and no step has shown yet.
+_MAX_STRETCH = 3.0
+# Where one row is too much already, more are taken as far as all together last only so much longer: with experts on
+# disk a few rows may read most of them, and small parts would add up to a far longer wait for everyone.
 _FLAT = 1.25
 # What was measured so many steps ago is measured again, so that one bad moment is not believed for ever. A step without
 # a prompt is due far oftener, for all is held against those; it costs a fiftieth of the time.

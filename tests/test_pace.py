@@ -33,7 +33,7 @@ def test_no_step_lasts_five_times_one_without_a_prompt(alone_s, fixed_s, row_s):
     assert steps[:, 1].max() < 5 * alone_s
     # and prompts are not starved
     quiet = run(Pace(512), linear(alone_s, fixed_s, row_s), 400, noise=0.05)
-    assert quiet[100:, 0].mean() > 0.4 * (1.5 * alone_s - fixed_s) / row_s
+    assert quiet[100:, 0].mean() > 0.4 * (2 * alone_s - fixed_s) / row_s
 
 
 def test_a_growing_context_makes_parts_smaller():
@@ -50,7 +50,7 @@ def test_behind_a_far_longer_context_the_first_part_is_the_smallest():
         return 0.01 + rows * (0.0005 + 1e-6 * context)
 
     steps = run(Pace(512), cost, 300, context=lambda step: 0 if step < 200 else 10_000)
-    assert steps[100:200, 0].mean() > 5 and steps[200, 0] == 1
+    assert steps[100:200, 0].mean() > 6 and steps[200, 0] == 1
     assert steps[:, 1].max() < 5 * 0.01
 
 
@@ -79,11 +79,11 @@ def test_where_one_row_is_just_too_much_parts_do_not_grow_step_by_step_into_a_st
 
 
 @pytest.mark.parametrize("num_busy", [40, 90, 150, 400])
-def test_what_a_busy_machine_showed_makes_no_stall_on_a_quiet_one(num_busy):
+def test_what_a_busy_machine_showed_is_soon_unlearned_on_a_quiet_one(num_busy):
     pace, cost = Pace(512), linear(0.0022, 0.0008, 0.00025)
     run(pace, cost, 50, noise=0.1)
     run(pace, lambda rows, context: 2.5 * cost(rows, context), num_busy, noise=1.0)
-    assert np.quantile(run(pace, cost, 500, noise=0.1)[:, 1], 0.98) < 5 * 0.0022
+    assert run(pace, cost, 500, noise=0.1)[60:, 1].max() < 4 * 0.0022
 
 
 def test_alone_a_prompt_gets_all_rows_and_beside_an_answer_steps_without_one_are_measured_first():

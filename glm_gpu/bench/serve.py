@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from glm_gpu.bench.measurement import Limit, Part, model_part
 from glm_gpu.bench.process import own_command, own_environment
 from glm_gpu.engine import Engine
 from glm_gpu.errors import DeviceError
-from glm_gpu.machine import storage_bytes_read
+from glm_gpu.machine import stolen_s, storage_bytes_read
 from glm_gpu.opening import EngineOptions
 from glm_gpu.sampling import SamplingParams
 
@@ -79,13 +79,15 @@ def measure_serve(
         part.add("8 clients", (eight for _, eight in pairs), "tok/s", gain=gain)
         stalls = [stall(address, vocab_size, prompt_tokens, seed) for seed in range(WINDOWS)]
         part.add(f"first token behind {prompt_tokens}, beside an answer", (1e3 * s.first_token_s for s in stalls), "ms")
-        alone_s = [gap for s in stalls for gap in s.alone_s]
-        beside_s = [gap for s in stalls for gap in s.beside_s]
+        alone_s = [gap.seconds for s in stalls for gap in s.alone]
+        beside_s = [gap.seconds for s in stalls for gap in s.beside]
+        stolen_s = [gap.seconds for s in stalls for gap in s.beside if gap.is_stolen]
         part.add(
-            "longest gap in that answer", (1e3 * max(s.beside_s, default=0.0) for s in stalls), "ms",
+            "longest gap in that answer", (1e3 * s.longest_s for s in stalls), "ms",
             median_gap_ms=1e3 * statistics.median(alone_s), longest_gap_alone_ms=1e3 * max(alone_s),
             beside=len(beside_s), beside_median_ms=1e3 * _quantile(beside_s, 0.5),
             beside_p99_ms=1e3 * _quantile(beside_s, 0.99),
+            stolen=len(stolen_s), longest_stolen_ms=1e3 * max(stolen_s, default=0.0),
         )  # fmt: skip
         before = process_facts(pid)
         load = mixed_load(address, vocab_size, num_clients, load_s, min(300, prompt_tokens))
@@ -165,23 +167,36 @@ def throughput(address: Address, vocab_size: int, num_clients: int, window_s: fl
 
 
 @dataclass(frozen=True)
-class Stall:
-    """Gaps between the tokens of an answer, before and while a prompt is computed beside it; how long that took."""
+class Gap:
+    """Between two tokens of an answer; `is_stolen` where the hypervisor kept a processor to itself meanwhile."""
 
-    alone_s: list[float]
-    beside_s: list[float]
+    seconds: float
+    is_stolen: bool
+
+
+@dataclass(frozen=True)
+class Stall:
+    """Gaps in an answer, before and while a prompt is computed beside it; how long that took."""
+
+    alone: list[Gap]
+    beside: list[Gap]
     first_token_s: float
+
+    @property
+    def longest_s(self) -> float:
+        """The longest gap beside the prompt that the server had the whole machine for."""
+        return max((gap.seconds for gap in self.beside if not gap.is_stolen), default=0.0)
 
 
 def stall(address: Address, vocab_size: int, prompt_tokens: int, seed: int) -> Stall:
     """What a long prompt costs an answer that grows beside it."""
-    times: list[float] = []
+    times: list[tuple[float, float]] = []
     is_done, rng = threading.Event(), random.Random(f"stall {seed}")
 
     def grow() -> None:
         # At one row of the prompt a pass, the answer still outlasts it.
         for at, _ in ask(address, body(rng, vocab_size, 4, prompt_tokens + 200)):
-            times.append(at)
+            times.append((at, stolen_s()))
             if is_done.is_set():
                 return
 
@@ -193,9 +208,12 @@ def stall(address: Address, vocab_size: int, prompt_tokens: int, seed: int) -> S
     ended = next(at for at, _ in ask(address, body(random.Random(seed), vocab_size, prompt_tokens, 1)))
     is_done.set()
     growing.join()
-    alone = [after - before for before, after in itertools.pairwise(times[:num_before])]
-    beside = [b - a for a, b in itertools.pairwise(times) if b > began and a < ended]
-    return Stall(alone, beside, ended - began)
+    beside = [(a, b) for a, b in itertools.pairwise(times) if b[0] > began and a[0] < ended]
+    return Stall(_gaps(itertools.pairwise(times[:num_before])), _gaps(beside), ended - began)
+
+
+def _gaps(pairs: Iterable[tuple[tuple[float, float], tuple[float, float]]]) -> list[Gap]:
+    return [Gap(after - before, stolen > stolen_before) for (before, stolen_before), (after, stolen) in pairs]
 
 
 def _quantile(values: list[float], share: float) -> float:
