@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -19,7 +20,7 @@ class Span:
     start: int
     stop: int
 
-    @property
+    @cached_property
     def rows(self) -> slice:
         return slice(self.start, self.stop)
 
@@ -34,7 +35,8 @@ class Batch:
     """The tokens of a pass, [T], with their positions and the sequences they belong to.
 
     `logits_at` names the rows whose logits are wanted, ascending; where `only_best` is set, each row's best token will
-    do. A sequence may appear in one span only.
+    do. A sequence may appear in one span only. The first `num_decode` rows are of answers, the others of prompts: all
+    or none, but where answers go on in a prefill pass.
     """
 
     token_ids: np.ndarray
@@ -42,7 +44,13 @@ class Batch:
     spans: tuple[Span, ...]
     logits_at: np.ndarray
     phase: Phase
+    num_decode: int
     only_best: bool = False
+
+    @cached_property
+    def counts(self) -> np.ndarray:
+        """Positions that each row may attend to: [T] int32."""
+        return self.positions + 1
 
     @staticmethod
     def of(
@@ -75,6 +83,7 @@ class Batch:
             tuple(spans),
             np.array(wanted, np.int32),
             phase,
+            len(token_ids) if phase == "decode" else 0,
             only_best,
         )
 

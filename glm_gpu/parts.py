@@ -57,7 +57,11 @@ def draft(parts: Sequence[Part], max_rows: int) -> None:
 
 
 def lay_out(parts: Sequence[Part]) -> tuple[Batch, list[range]]:
-    """The pass of these parts, and for each the rows whose logits it wants: those that choose, or a scored prompt's."""
+    """The pass of these parts, and for each the rows whose logits it wants: those that choose, or a scored prompt's.
+
+    Args:
+        parts: those of answers first.
+    """
     spans, wanted, start = [], [], 0
     for part in parts:
         job, done = part.job, part.job.cache.length
@@ -70,9 +74,11 @@ def lay_out(parts: Sequence[Part]) -> tuple[Batch, list[range]]:
             first = stop
         wanted.append(range(first, stop))
         start = stop
-    batch = Batch.of(spans, "prefill" if any(part.is_prompt for part in parts) else "decode", no_logits=True)
+    batch = Batch.of(spans, "prefill" if parts[-1].is_prompt else "decode", no_logits=True)
     logits_at = np.array([row for rows in wanted for row in rows], np.int32)
-    return replace(batch, logits_at=logits_at, only_best=all(part.job.takes_best for part in parts)), wanted
+    num_decode = sum(1 + len(part.drafted_ids) for part in parts if not part.is_prompt)
+    only_best = all(part.job.takes_best for part in parts)
+    return replace(batch, logits_at=logits_at, num_decode=num_decode, only_best=only_best), wanted
 
 
 def take(part: Part, logits: np.ndarray, hidden: np.ndarray, counts: Counts) -> FinishReason | None:

@@ -333,3 +333,28 @@ def test_the_demo_answers_each_of_many_as_it_answers_it_alone():
         (again,) = run(scheduler, ask(prompts[0], 6, eos_ids=engine.eos_ids))
         assert again.ids == alone[0] and again.result.reused_tokens == len(prompts[0]) - 1
         pool.close()
+
+
+def test_experts_are_counted_by_what_each_row_of_a_pass_is():
+    """An answer goes on while another prompt is computed: its rows are decoded, those beside it prefilled."""
+    with Engine.open() as engine:
+        heat, layer = engine.store.heat, engine.config.sparse_layers[0]
+        tokens = {phase: int(counted[layer]) for phase, counted in heat.tokens.items()}
+        uses = {phase: int(counted[layer].sum()) for phase, counted in heat.uses.items()}
+        pool = PagePool(cache_layout(engine.config, is_bf16=True), 4096)
+        scheduler, first, second = Scheduler(engine.model, pool, 512), Answer(), Answer()
+        scheduler.submit(ask(list(range(3, 9)), 40), first)
+        while len(first.ids) < 5:
+            scheduler.step()
+        scheduler.submit(ask(list(range(9, 39)), 2), second)
+        while scheduler.step():
+            pass
+        assert first.result.finish_reason == second.result.finish_reason == "length"
+        rows = {"prefill": scheduler.counts.prompt_rows, "decode": scheduler.counts.answer_rows}
+        assert sum(rows.values()) == 6 + 39 + 30 + 1 and rows["decode"] >= 39 + 1
+        heat, per_tok = engine.store.heat, engine.config.num_experts_per_tok
+        assert {phase: int(counted[layer]) - tokens[phase] for phase, counted in heat.tokens.items()} == rows
+        found = {phase: (int(counted[layer].sum()) - uses[phase]) / per_tok for phase, counted in heat.uses.items()}
+        assert found == rows
+        scheduler.tree.clear()
+        pool.close()

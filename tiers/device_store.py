@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from glm_gpu.arrays import distinct
 from glm_gpu.batch import Phase
 from glm_gpu.device import Event
 from glm_gpu.kernels.gpu.arrays import View
@@ -85,42 +86,46 @@ class DeviceStore(TieredStore):
         if self._links is not None:
             self._map()
 
-    def count(self, layer: int, choices: np.ndarray, phase: Phase) -> None:
-        super().count(layer, choices, phase)
+    def count(self, layer: int, choices: np.ndarray, num_decode: int) -> None:
+        super().count(layer, choices, num_decode)
         if layer in self._tier_of:
             self._tier_of[layer].counted(layer)
 
     def wants_prefetch(self, layer: int, num_rows: int) -> bool:
         return False
 
-    def count_resident(self, layer: int, choices: np.ndarray, phase: Phase) -> None:
-        """Record the choices of a layer whose experts all had addresses."""
-        self.count(layer, choices, phase)
-        ids = np.unique(choices)
-        num_mapped = int((~self._is_elsewhere[layer, ids]).sum())
-        self.counters.phases[phase].vram += len(ids) - num_mapped
-        self.counters.phases[phase].locked += num_mapped
+    def count_resident(self, layer: int, choices: np.ndarray, num_decode: int) -> None:
+        """Record the choices of a layer whose experts all had addresses; of the first `num_decode` rows are answers."""
+        self.count(layer, choices, num_decode)
+        ids, split = distinct(choices, num_decode, self.files.num_experts)
+        for phase, part in (("decode", ids[:split]), ("prefill", ids[split:])):
+            num_mapped = int((~self._is_elsewhere[layer, part]).sum())
+            self.counters.phases[phase].vram += len(part) - num_mapped
+            self.counters.phases[phase].locked += num_mapped
 
-    def compute_missing(self, layer: int, choices: np.ndarray, phase: Phase, compute: Compute) -> None:
+    def compute_missing(self, layer: int, choices: np.ndarray, num_decode: int, compute: Compute) -> None:
         """Have experts computed that the layer's table did not show: for each part a table, as soon as it is there.
 
         Called behind the wait for the choice, when the work with the table has been queued.
 
         Args:
             choices: [T, K] int32.
+            num_decode: the first so many rows are of answers.
             compute: queues the experts of a table.
 
         Raises:
             CheckpointError: an expert cannot be read.
         """
         self._release_deferred()  # the wait for the choice has covered them
-        self.count(layer, choices, phase)
-        tier, ids = self._tier_of[layer], np.unique(choices)
+        self.count(layer, choices, num_decode)
+        tier = self._tier_of[layer]
+        ids, split = distinct(choices, num_decode, self.files.num_experts)
         tier.reached()
         pool = tier.pool(layer)
         slots = pool.find(layer, ids)
         is_here = np.array([tier.table.address(layer, int(expert)) != 0 for expert in ids])
-        self.counters.phases[phase].vram += int(is_here.sum())
+        self.counters.phases["decode"].vram += int(is_here[:split].sum())
+        self.counters.phases["prefill"].vram += int(is_here[split:].sum())
         if is_here.all():
             return
         with self._residency.changed:
@@ -130,18 +135,19 @@ class DeviceStore(TieredStore):
         pool.leases[held] += 1
         try:
             run = _Missing(tier, layer, held, len(choices))
-            with closing(self._arrivals(tier, layer, ids[~is_here], phase, run)) as parts:
+            num_decode_missing = split - int(is_here[:split].sum())
+            with closing(self._arrivals(tier, layer, ids[~is_here], num_decode_missing, run)) as parts:
                 for part in parts:
                     compute(part)
         finally:
             pool.leases[:] = 0
 
     def _arrivals(
-        self, tier: VramTier, layer: int, missing: np.ndarray, phase: Phase, run: "_Missing"
+        self, tier: VramTier, layer: int, missing: np.ndarray, num_decode: int, run: "_Missing"
     ) -> Iterator[View]:
         """Tables of experts whose copies are queued before whatever is queued on the compute stream next."""
         stack = ExitStack()
-        lease = stack.enter_context(self.lease(layer, missing, phase))
+        lease = stack.enter_context(self.lease(layer, missing, num_decode))
         num_left = len(missing)
         with stack:
             try:

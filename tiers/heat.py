@@ -61,46 +61,54 @@ class Heat:
         Args:
             ids: [T, K] int, each row the experts of one token, distinct, in the order of the tokens.
         """
-        start, num_tokens = int(self.clock[layer]), len(ids)
-        if num_tokens == 1:
-            self.count_token(np.array([layer]), ids, phase)
-            return
-        ids = ids.astype(np.intp)  # NumPy indexes twice as fast with its own integers
-        for signal, half_life in enumerate(self.half_lives):
-            if (start + num_tokens - self._epoch[signal, layer]) / half_life > _MAX_GROWTH:
-                self._move_epoch(signal, layer, start)
-            newest = (start + num_tokens - float(self._epoch[signal, layer])) / half_life
-            assert newest < 2 * _MAX_GROWTH - 32, (num_tokens, half_life)
-            weights = 2.0 ** (newest - np.arange(num_tokens - 1, -1, -1) / half_life)
-            self._weighted[signal, layer] += np.bincount(ids.ravel(), np.repeat(weights, ids.shape[1]), self.shape[1])
-            self._weighted_tokens[signal, layer] += weights.sum()
-        self.uses[phase][layer] += np.bincount(ids.ravel(), minlength=self.shape[1])
-        np.maximum.at(self.last_use[layer], ids, np.arange(start, start + num_tokens)[:, None])
-        self.tokens[phase][layer] += num_tokens
-        self.clock[layer] += num_tokens
+        self.count_layers(np.array([layer]), ids[None], len(ids) if phase == "decode" else 0)
 
-    def count_token(self, layers: np.ndarray, ids: np.ndarray, phase: Phase) -> None:
-        """Record one token's choices in several layers at once, which costs little more than one layer.
+    def count_layers(self, layers: np.ndarray, ids: np.ndarray, num_decode: int) -> None:
+        """Record one pass's choices in several layers at once, which costs little more than one layer.
 
         Args:
             layers: [n] int, distinct.
-            ids: [n, K] int, each row distinct.
+            ids: [n, T, K] int, a layer's choices as in `count`.
+            num_decode: the first so many tokens are decoded, the others prefilled.
         """
+        num_layers, num_tokens, experts_per_tok = ids.shape
         start = self.clock[layers]
         half_lives = np.array(self.half_lives)[:, None]
-        newest = (start + 1 - self._epoch[:, layers]) / half_lives  # [2, n]
+        newest = (start + num_tokens - self._epoch[:, layers]) / half_lives  # [2, n]
         if newest.max() > _MAX_GROWTH:
             for signal, place in np.argwhere(newest > _MAX_GROWTH):
                 self._move_epoch(signal, layers[place], int(start[place]))
-            newest = (start + 1 - self._epoch[:, layers]) / half_lives
-        weights = np.exp2(newest)
-        experts = layers[:, None], ids
-        self._weighted[:, *experts] += weights[..., None]
-        self._weighted_tokens[:, layers] += weights
-        self.uses[phase][experts] += 1
-        self.last_use[experts] = start[:, None]
-        self.tokens[phase][layers] += 1
-        self.clock[layers] += 1
+            newest = (start + num_tokens - self._epoch[:, layers]) / half_lives
+            assert newest.max() < 2 * _MAX_GROWTH - 32, (num_tokens, self.half_lives)
+        ages = np.arange(num_tokens - 1, -1, -1)
+        weights = np.exp2(newest[..., None] - ages / half_lives[..., None])  # [2, n, T]
+        if num_tokens == 1:  # every expert once
+            experts = layers[:, None], ids[:, 0]
+            self._weighted[:, *experts] += weights
+            self.uses["decode" if num_decode else "prefill"][experts] += 1
+        else:
+            flat = (np.arange(num_layers)[:, None, None] * self.shape[1] + ids).reshape(num_layers, -1)  # [n, T * K]
+            for signal, of_tokens in enumerate(weights):
+                self._weighted[signal, layers] += self._sums(flat, np.repeat(of_tokens, experts_per_tok, axis=1))
+            split = num_decode * experts_per_tok
+            self.uses["decode"][layers] += self._sums(flat[:, :split])
+            self.uses["prefill"][layers] += self._sums(flat[:, split:])
+        self._weighted_tokens[:, layers] += weights.sum(axis=2)
+        self.tokens["decode"][layers] += num_decode
+        self.tokens["prefill"][layers] += num_tokens - num_decode
+        # of an expert that several tokens chose, the last assignment remains
+        self.last_use[layers[:, None, None], ids] = (start[:, None] + np.arange(num_tokens))[..., None]
+        self.clock[layers] += num_tokens
+
+    def _sums(self, flat: np.ndarray, weights: np.ndarray | None = None) -> np.ndarray:
+        """How often each layer's experts come, or their weights: [n, E].
+
+        Args:
+            flat: [n, N] int, layer * E + expert, layers counted from 0.
+            weights: [n, N] f64.
+        """
+        found = np.bincount(flat.ravel(), None if weights is None else weights.ravel(), len(flat) * self.shape[1])
+        return found.reshape(len(flat), -1)
 
     def decayed(self, layer: int) -> np.ndarray:
         """[E] f64: each expert's uses, one that lies n tokens back counting 2^(-n / slow half-life)."""

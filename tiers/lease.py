@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from glm_gpu.batch import Phase
 from glm_gpu.tiers.counters import PhaseCounters
 from glm_gpu.tiers.reader import Urgency
 from glm_gpu.tiers.residency import Residency
@@ -17,22 +16,25 @@ class PoolLease:
 
     Args:
         ids: [U] int, distinct.
+        num_decode: the first so many were chosen by rows of answers.
     """
 
-    def __init__(self, residency: Residency, layer: int, ids: np.ndarray, phase: Phase) -> None:
+    def __init__(self, residency: Residency, layer: int, ids: np.ndarray, num_decode: int) -> None:
         self._residency, self._pool, self._layer = residency, residency.pool(layer), layer
         self._held: list[int] = []
         self._held_at_once: np.ndarray | None = None  # the same slots, when all were there
         self._pending: dict[int, int] = {}  # expert -> its place in ids, in the order asked
-        counters = residency.counters.phases[phase]
+        phases = residency.counters.phases
         with residency.changed:
             slots = self._pool.find(layer, ids)
             if not residency.unused_prefetches and self._pool.are_ready(slots):
-                self._hold_all(slots, counters)
+                self._hold_all(slots)
+                self._count_hits(slots[:num_decode], phases["decode"])
+                self._count_hits(slots[num_decode:], phases["prefill"])
                 return
             self._resident = []
             for member, (expert, slot) in enumerate(zip(ids.tolist(), slots.tolist(), strict=True)):
-                self._classify(expert, slot, counters)
+                self._classify(expert, slot, phases["decode" if member < num_decode else "prefill"])
                 if slot >= 0 and self._pool.state[slot] == SlotState.READY:
                     self._resident.append(member)
                     self._hold(slot)
@@ -107,15 +109,18 @@ class PoolLease:
         else:
             counters.ram += 1
 
-    def _hold_all(self, slots: np.ndarray, counters: PhaseCounters) -> None:
+    def _hold_all(self, slots: np.ndarray) -> None:
         """The common case, every expert there and none just prefetched, without a look at each."""
         self._resident = np.arange(len(slots))
         self._pool.leases[slots] += 1
         self._held_at_once = slots
         self._held = slots.tolist()
-        num_locked = int(self._pool.pinned[slots].sum())
-        counters.locked += num_locked
-        counters.ram += len(slots) - num_locked
+
+    def _count_hits(self, slots: np.ndarray, counters: PhaseCounters) -> None:
+        if len(slots):
+            num_locked = int(self._pool.pinned[slots].sum())
+            counters.locked += num_locked
+            counters.ram += len(slots) - num_locked
 
     def _hold(self, slot: int) -> None:
         self._pool.leases[slot] += 1

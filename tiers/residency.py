@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 import numpy as np
 
-from glm_gpu.batch import Phase
 from glm_gpu.tiers.counters import Counters
 from glm_gpu.tiers.files import ExpertFiles
 from glm_gpu.tiers.heat import Heat
@@ -72,8 +71,8 @@ class Residency:
         self._is_elsewhere = is_elsewhere
         self._worth = worth(heat)  # [L, E], up to date but for the stale layers
         self._stale: set[int] = set()
-        self._uncounted: dict[int, np.ndarray] = {}  # a token's choices by layer, counted together
-        self._uncounted_phase: Phase = "decode"
+        self._uncounted: dict[int, np.ndarray] = {}  # a pass's choices by layer, counted together
+        self._uncounted_kind = (0, 0)  # how many rows, and how many of them are answers'
         self._pool_of = {layer: pool for pool in self.pools for layer in pool.layers}
         self._lock_bytes = lock_bytes
         self._on_promoted = on_promoted
@@ -95,24 +94,24 @@ class Residency:
         """Whether another read may be queued. More at once would only empty slots before their time."""
         return len(self.jobs) < self._max_in_flight
 
-    def count(self, layer: int, choices: np.ndarray, phase: Phase) -> None:
+    def count(self, layer: int, choices: np.ndarray, num_decode: int) -> None:
         """Record what a pass's rows chose in a layer, [T, K], at the latest when `settle` is called.
 
         What it changes in the experts' worth is worked out when a slot has to be emptied.
+
+        Args:
+            num_decode: the first so many rows are of answers.
         """
-        if layer in self._uncounted or phase != self._uncounted_phase:
+        kind = len(choices), num_decode
+        if layer in self._uncounted or kind != self._uncounted_kind:
             self.settle()
-        if len(choices) == 1:
-            self._uncounted[layer], self._uncounted_phase = choices[0], phase
-        else:
-            self._heat.count(layer, choices, phase)
-            self._stale.add(layer)
+        self._uncounted[layer], self._uncounted_kind = choices, kind
 
     def settle(self) -> None:
         """Bring the heat up to date with what was counted."""
         if self._uncounted:
             layers, choices = np.array(list(self._uncounted)), np.stack(list(self._uncounted.values()))
-            self._heat.count_token(layers, choices, self._uncounted_phase)
+            self._heat.count_layers(layers, choices, self._uncounted_kind[1])
             self._stale.update(self._uncounted)
             self._uncounted.clear()
 

@@ -1,4 +1,4 @@
-"""The only door to experts: `with store.lease(layer, ids, phase) as lease`."""
+"""The only door to experts: `with store.lease(layer, ids, num_decode) as lease`."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -49,11 +49,15 @@ class ExpertStore(Protocol):
     def begin_pass(self, phase: Phase) -> None:
         """Between two passes: experts may be moved now."""
 
-    def lease(self, layer: int, ids: np.ndarray, phase: Phase) -> AbstractContextManager[Lease]:
-        """Hold distinct experts, [U] int. What is not in memory begins to be read; never waits."""
+    def lease(self, layer: int, ids: np.ndarray, num_decode: int) -> AbstractContextManager[Lease]:
+        """Hold distinct experts, [U] int. What is not in memory begins to be read; never waits.
 
-    def count(self, layer: int, choices: np.ndarray, phase: Phase) -> None:
-        """Record which experts, [T, K], a pass's rows chose."""
+        Args:
+            num_decode: the first so many were chosen by rows of answers, the others by rows of prompts alone.
+        """
+
+    def count(self, layer: int, choices: np.ndarray, num_decode: int) -> None:
+        """Record which experts, [T, K], a pass's rows chose, of which the first `num_decode` are answers'."""
 
     def wants_prefetch(self, layer: int, num_rows: int) -> bool:
         """Whether a guess of the experts that `layer` will use is welcome, given the rows of the pass."""
@@ -135,11 +139,11 @@ class TieredStore:
     def layout(self, layer: int) -> SlabLayout:
         return self.files.layout(layer)
 
-    def count(self, layer: int, choices: np.ndarray, phase: Phase) -> None:
+    def count(self, layer: int, choices: np.ndarray, num_decode: int) -> None:
         with self._residency.changed:
-            self._residency.count(layer, choices, phase)
+            self._residency.count(layer, choices, num_decode)
         if self._trace is not None:
-            self._trace.record(layer, choices, phase)
+            self._trace.record(layer, choices, num_decode)
         guess = self._guesses.pop(layer, None)
         if guess is not None:
             used = np.unique(choices)
@@ -163,8 +167,8 @@ class TieredStore:
             if excess > 0:
                 self.shrink(excess)
 
-    def lease(self, layer: int, ids: np.ndarray, phase: Phase) -> PoolLease:
-        return PoolLease(self._residency, layer, ids, phase)
+    def lease(self, layer: int, ids: np.ndarray, num_decode: int) -> PoolLease:
+        return PoolLease(self._residency, layer, ids, num_decode)
 
     def wants_prefetch(self, layer: int, num_rows: int) -> bool:
         return (

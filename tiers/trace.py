@@ -100,12 +100,18 @@ class TraceWriter:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def record(self, layer: int, ids: np.ndarray, phase: Phase) -> None:
-        """Add one pass's choices, ids [T, K] int. Writes a frame now and then; never waits for the disk to be done."""
+    def record(self, layer: int, ids: np.ndarray, num_decode: int) -> None:
+        """Add one pass's choices, ids [T, K] int, of which the first `num_decode` are answers'.
+
+        Writes a frame now and then; never waits for the disk to be done.
+        """
         if self._file is None:
             return
-        self._buffer += _RECORD.pack(PHASES.index(phase), layer, len(ids))
-        self._buffer += ids.astype(self._header.id_dtype).tobytes()
+        phases: tuple[tuple[Phase, np.ndarray], ...] = (("decode", ids[:num_decode]), ("prefill", ids[num_decode:]))
+        for phase, part in phases:
+            if len(part):
+                self._buffer += _RECORD.pack(PHASES.index(phase), layer, len(part))
+                self._buffer += part.astype(self._header.id_dtype).tobytes()
         if len(self._buffer) >= _FRAME_BYTES:
             self.flush()
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 
-from glm_gpu.batch import Phase
 from glm_gpu.engine import Engine
 from glm_gpu.opening import EngineOptions
 from glm_gpu.sampling import SamplingParams
@@ -31,9 +30,9 @@ class RecordedStore:
     def __getattr__(self, name: str):
         return getattr(self._store, name)
 
-    def count(self, layer: int, choices: np.ndarray, phase: Phase) -> None:
-        self._trace.record(layer, choices, phase)
-        self._store.count(layer, choices, phase)
+    def count(self, layer: int, choices: np.ndarray, num_decode: int) -> None:
+        self._trace.record(layer, choices, num_decode)
+        self._store.count(layer, choices, num_decode)
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from typing import Literal
 
 import numpy as np
 
-from glm_gpu.batch import Batch, Phase
+from glm_gpu.batch import Batch
 from glm_gpu.config import ModelConfig
 from glm_gpu.device import Graph
 from glm_gpu.kernels.gpu.arrays import View
@@ -111,7 +111,7 @@ class Chain:
         for piece in self._pieces:
             self._hop(piece, shape, feeds)
             with piece.part.device.computing():
-                complete += self._queue(piece, feeds, batch.phase, is_reaching)
+                complete += self._queue(piece, feeds, batch.num_decode, is_reaching)
         part, row, num = self._pieces[-1].part, 0, len(batch.logits_at)
         choices = np.empty(num, np.int32) if shape.only_best else np.empty((num, self.config.vocab_size), np.float32)
         hidden = np.empty((shape.num_rows, self.config.hidden_size), np.float32)
@@ -125,7 +125,7 @@ class Chain:
             part.device.fetch(hidden, normed).synchronize()
         return _output(choices, hidden, shape), complete
 
-    def _queue(self, piece: _Piece, feeds: Sequence[Feed], phase: Phase, is_reaching: bool) -> list[int]:
+    def _queue(self, piece: _Piece, feeds: Sequence[Feed], num_decode: int, is_reaching: bool) -> list[int]:
         """Launch a piece's embedding and layers; the layers whose choices the host has not seen."""
         token_ids, own = feeds[self.parts.index(piece.part)]
         complete: list[int] = []
@@ -133,9 +133,9 @@ class Chain:
             if step == "embed":
                 piece.part.embed(token_ids)
             elif step == "layers":
-                complete = piece.part.run_layers(own, self._store, phase, is_reaching)
+                complete = piece.part.run_layers(own, self._store, num_decode, is_reaching)
             elif step == "draft":
-                complete = piece.part.run_draft(own, self._store, phase, is_reaching)
+                complete = piece.part.run_draft(own, self._store, num_decode, is_reaching)
         return complete
 
     def _captured(self, shape: PassShape, feeds: Sequence[Feed]) -> _Captured | None:
@@ -156,7 +156,7 @@ class Chain:
         results: list[tuple[View, list[View]]] = []
 
         def work(piece: _Piece) -> None:
-            self._queue(piece, feeds, "decode", is_reaching=True)
+            self._queue(piece, feeds, num_decode=shape.num_rows, is_reaching=True)
             if piece is self._pieces[-1]:
                 results.append(piece.part.head(shape, self._has_draft))
 
@@ -196,7 +196,7 @@ class Chain:
                 choices = np.empty(own.ids.shape, np.int32)
                 part.device.fetch(choices, own.ids).synchronize()
                 for layer in layers:
-                    self._store.count_resident(layer, choices[part.numbers.index(layer)], batch.phase)
+                    self._store.count_resident(layer, choices[part.numbers.index(layer)], batch.num_decode)
 
 
 def _output(choices: np.ndarray, hidden: np.ndarray, shape: PassShape) -> Output:

@@ -2,7 +2,6 @@
 
 import numpy as np
 
-from glm_gpu.batch import Phase
 from glm_gpu.kernels.gpu.arrays import View
 from glm_gpu.model.device_layer import Compute
 from glm_gpu.slab import SlabLayout
@@ -32,11 +31,14 @@ class SteppedLayer:
     """A layer that may lack experts: the host waits for the router's choice, and for nothing else.
 
     What is there is queued before the wait, so the device computes while the host looks and copies run.
+
+    Args:
+        num_decode: the first so many rows of the pass are of answers.
     """
 
-    def __init__(self, store: DeviceStore, layer: int, phase: Phase) -> None:
+    def __init__(self, store: DeviceStore, layer: int, num_decode: int) -> None:
         self.layout = store.layout(layer)
-        self._store, self._layer, self._phase = store, layer, phase
+        self._store, self._layer, self._num_decode = store, layer, num_decode
 
     def chosen(self, ids: View) -> None:
         tier = self._store.tier_of(self._layer)
@@ -50,4 +52,4 @@ class SteppedLayer:
 
     def compute_missing(self, compute: Compute) -> None:
         self._event.synchronize()
-        self._store.compute_missing(self._layer, self._choices, self._phase, compute)
+        self._store.compute_missing(self._layer, self._choices, self._num_decode, compute)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from glm_gpu.batch import Batch, Phase
+from glm_gpu.batch import Batch
 from glm_gpu.config import ModelConfig
 from glm_gpu.device import NUMPY_DTYPES, Arena, Device, aligned
 from glm_gpu.kernels.gpu.arrays import ITEM_BYTES, Array, DeviceMatrix, View, num_items
@@ -239,22 +239,23 @@ class DevicePart:
         assert self.ends is not None
         embed(self.device.launcher, token_ids, self.ends.embedding, self._x(token_ids.shape[0]))
 
-    def run_layers(self, inputs: PassInputs, store: DeviceStore, phase: Phase, is_reaching: bool) -> list[int]:
+    def run_layers(self, inputs: PassInputs, store: DeviceStore, num_decode: int, is_reaching: bool) -> list[int]:
         """Queue all layers; where experts are missing, waits for each layer's choice.
 
         Args:
+            num_decode: the first so many rows are of answers.
             is_reaching: kernels can reach all experts, pinned host memory included, and shall.
 
         Returns:
             The layers that were complete, whose choices the host has not seen.
         """
         place = self._place()
-        run = LayerRun(self._x(inputs.num_rows), place, inputs, store, phase, is_reaching)
+        run = LayerRun(self._x(inputs.num_rows), place, inputs, store, num_decode, is_reaching)
         for layer, weights in self.layers.items():
             self._run_layer(run, layer, weights, self._offsets[layer])
         return run.complete
 
-    def run_draft(self, inputs: PassInputs, store: DeviceStore, phase: Phase, is_reaching: bool) -> list[int]:
+    def run_draft(self, inputs: PassInputs, store: DeviceStore, num_decode: int, is_reaching: bool) -> list[int]:
         """Queue the multi-token layer over embeddings in the residual stream and the hidden states of the inputs.
 
         Leaves the states behind the layer's own norm in the stream. Arguments and result as of `run_layers`.
@@ -262,7 +263,7 @@ class DevicePart:
         assert self.draft is not None and inputs.hidden is not None
         weights, x, place = self.draft.weights, self._x(inputs.num_rows), self._place()
         draft_input(x, inputs.hidden, weights, place)
-        run = LayerRun(x, place, inputs, store, phase, is_reaching)
+        run = LayerRun(x, place, inputs, store, num_decode, is_reaching)
         self._run_layer(run, self.config.mtp_layer, weights.layer, self.draft.offsets)
         rms_norm(self.device.launcher, x, weights.head_norm, self.config.rms_norm_eps, out=x)
         return run.complete
@@ -325,6 +326,7 @@ class LayerRun:
     """Layers of one pass on one device, while they are queued.
 
     Attributes:
+        num_decode: the first so many rows are of answers.
         is_reaching: kernels can reach all experts, pinned host memory included, and shall.
         complete: the layers so far whose experts were all at hand.
     """
@@ -333,7 +335,7 @@ class LayerRun:
     place: Place
     inputs: PassInputs
     store: DeviceStore
-    phase: Phase
+    num_decode: int
     is_reaching: bool
     complete: list[int] = field(default_factory=list)
 
@@ -343,6 +345,6 @@ class LayerRun:
         tier = store.tier_of(layer)
         table = tier.reach if self.is_reaching else tier.table
         if not table.is_complete(layer):
-            return SteppedLayer(store, layer, self.phase)
+            return SteppedLayer(store, layer, self.num_decode)
         self.complete.append(layer)
         return CompleteLayer(store.layout(layer), table.row(layer))

@@ -42,7 +42,7 @@ def store_rows(batch: Batch, layer: int, stream: str, rows: np.ndarray) -> None:
 
 def dense_selections(batch: Batch) -> list[Selection]:
     """For each span, every position up to the row's own."""
-    return [Selection(None, batch.positions[span.rows] + 1) for span in batch.spans]
+    return [Selection(None, batch.counts[span.rows]) for span in batch.spans]
 
 
 def select(
@@ -85,7 +85,7 @@ def select(
     head_weights = matmul(h, weights.head_weights, numerics.activations) * np.float32(num_heads**-0.5)  # [T, J]
     selections = []
     for span in batch.spans:
-        counts = batch.positions[span.rows] + 1
+        counts = batch.counts[span.rows]
         scores = index_scores(
             queries[span.rows],
             head_weights[span.rows],

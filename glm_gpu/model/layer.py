@@ -57,7 +57,7 @@ def decoder_layer(
     if isinstance(weights.mlp, MlpWeights):
         x = x + mlp(h, weights.mlp.gate, weights.mlp.up, weights.mlp.down, numerics.activations)
     else:
-        x = x + moe(h, weights.mlp, config, store, layer, batch.phase, numerics, probe)
+        x = x + moe(h, weights.mlp, config, store, layer, batch, numerics, probe)
     if probe is not None:
         probe("hidden", layer, x)
     return x, selections

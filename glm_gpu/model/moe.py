@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from glm_gpu.batch import Phase
+from glm_gpu.arrays import distinct
+from glm_gpu.batch import Batch
 from glm_gpu.config import ModelConfig
 from glm_gpu.kernels.experts import expert_ffn, mlp
 from glm_gpu.kernels.norm import rms_norm
@@ -43,7 +44,7 @@ def moe(
     config: ModelConfig,
     store: ExpertStore,
     layer: int,
-    phase: Phase,
+    batch: Batch,
     numerics: Numerics,
     probe: Probe | None = None,
 ) -> np.ndarray:
@@ -56,18 +57,24 @@ def moe(
     if probe is not None:
         probe("router_ids", layer, ids)
         probe("router_weights", layer, expert_weights)
-    store.count(layer, ids, phase)
-    if len(ids) == 1:
-        distinct, choice = ids[0], np.arange(ids.size, dtype=np.int32)[None]  # a row's experts are distinct
-    else:
-        distinct, choice = np.unique(ids, return_inverse=True)
-        choice = choice.reshape(ids.shape).astype(np.int32)
-    with store.lease(layer, distinct, phase) as lease:
+    store.count(layer, ids, batch.num_decode)
+    experts, choice, num_decode = _leased(ids, batch.num_decode, config.n_routed_experts)
+    with store.lease(layer, experts, num_decode) as lease:
         shared = weights.shared
         if shared is not None:
             shared = mlp(h, shared.gate, shared.up, shared.down, numerics.activations)
-        y = _routed(h, lease, len(distinct), store.layout(layer), choice, expert_weights, numerics.activations)
+        y = _routed(h, lease, len(experts), store.layout(layer), choice, expert_weights, numerics.activations)
     return y if shared is None else y + shared
+
+
+def _leased(ids: np.ndarray, num_decode: int, num_experts: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """The experts that any row chose, [U] int; where in them each choice is, [T, K] int32; how many answers chose."""
+    if len(ids) == 1:  # a row's experts are distinct
+        return ids[0], np.arange(ids.size, dtype=np.int32)[None], num_decode * ids.size
+    experts, num_answers_chose = distinct(ids, num_decode, num_experts)
+    place = np.empty(num_experts, np.int32)
+    place[experts] = np.arange(len(experts))
+    return experts, place[ids], num_answers_chose
 
 
 def _routed(

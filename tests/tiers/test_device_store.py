@@ -68,7 +68,8 @@ class Bench:
         self.seen = []
         self.compute(layer)(self.tier.table.row(layer))
         self.device.compute.record().synchronize()  # as a pass waits for the router's choice
-        self.store.compute_missing(layer, np.array(choices, np.int32), phase, self.compute(layer))
+        num_decode = len(choices) if phase == "decode" else 0
+        self.store.compute_missing(layer, np.array(choices, np.int32), num_decode, self.compute(layer))
         self.device.compute.synchronize()
         return self.seen
 
@@ -132,8 +133,8 @@ def test_between_steps_experts_that_have_become_hot_move_up(open_bench):
         layer = bench.layers[0]
         missing = [e for e in range(bench.num_experts) if not bench.tier.table.address(layer, e)][:2]
         for _ in range(40):
-            bench.store.count(layer, np.array([missing]), "decode")
-        with bench.store.lease(layer, np.array(missing), "decode") as lease:
+            bench.store.count(layer, np.array([missing]), 1)
+        with bench.store.lease(layer, np.array(missing), 0) as lease:
             assert sum(len(members) for members, _ in lease.parts()) == 2
         for _ in range(16):
             bench.store.begin_pass("decode")
@@ -180,7 +181,7 @@ def test_a_read_that_fails_leaves_the_store_whole(open_bench, monkeypatch):
 
         monkeypatch.setattr(bench.files, "read", fail)
         with pytest.raises(OSError, match="Input/output"):
-            bench.store.compute_missing(layer, np.array([missing]), "decode", lambda table: None)
+            bench.store.compute_missing(layer, np.array([missing]), 1, lambda table: None)
         monkeypatch.undo()
         bench.store.begin_pass("decode")
         here, *parts = bench.run(layer, [missing])
@@ -195,9 +196,9 @@ def test_slabs_are_held_until_they_are_copied_even_if_their_kernel_cannot_be_que
         layer = bench.layers[0]
         missing = [e for e in range(bench.num_experts) if not bench.tier.table.address(layer, e)][:2]
         with pytest.raises(DeviceMemoryError):
-            bench.store.compute_missing(layer, np.array([missing]), "decode", fail)
+            bench.store.compute_missing(layer, np.array([missing]), 1, fail)
         others = [e for e in range(bench.num_experts) if e not in missing]
-        with bench.store.lease(layer, np.array(others), "decode") as lease:  # takes the host's slots for other bytes
+        with bench.store.lease(layer, np.array(others), 0) as lease:  # takes the host's slots for other bytes
             assert sum(len(members) for members, _ in lease.parts()) == len(others)
         bench.store.begin_pass("decode")
         here, *parts = bench.run(layer, [missing])

@@ -77,8 +77,23 @@ def test_a_token_of_several_layers_counts_as_layer_by_layer():
         heat.count(2, np.tile(np.arange(3), (600, 1)), "prefill")  # its clock runs ahead, past the growth limit
     for _ in range(600):
         layers, ids = np.array([3, 1, 2]), routing(rng, 3)
-        together.count_token(layers, ids, "decode")
+        together.count_layers(layers, ids[:, None], 1)
         for layer, chosen in zip(layers.tolist(), ids, strict=True):
             apart.count(layer, chosen[None], "decode")
+    for name, counted in together.arrays().items():
+        np.testing.assert_allclose(counted, apart.arrays()[name], rtol=1e-12, err_msg=name)
+
+
+def test_rows_of_a_mixed_pass_count_as_what_they_are_layer_by_layer():
+    """Two answers go on while five tokens of a prompt are computed."""
+    rng = np.random.default_rng(4)
+    together, apart = (Heat(3, NUM_EXPERTS) for _ in range(2))
+    for _ in range(20):
+        layers, ids = np.array([2, 1]), np.stack([routing(rng, 7), routing(rng, 7)])
+        together.count_layers(layers, ids, 2)
+        for layer, chosen in zip(layers.tolist(), ids, strict=True):
+            apart.count(layer, chosen[:2], "decode")
+            apart.count(layer, chosen[2:], "prefill")
+    assert together.tokens["decode"].tolist() == [0, 40, 40] and together.tokens["prefill"].tolist() == [0, 100, 100]
     for name, counted in together.arrays().items():
         np.testing.assert_allclose(counted, apart.arrays()[name], rtol=1e-12, err_msg=name)

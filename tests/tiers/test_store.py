@@ -27,11 +27,11 @@ def demo() -> Engine:
         yield engine
 
 
-def _lease(store, layer: int, ids: list[int], phase: str = "decode") -> dict[int, np.ndarray]:
+def _lease(store, layer: int, ids: list[int]) -> dict[int, np.ndarray]:
     """Copies of leased experts' slabs, by expert."""
     found = {}
     ids = np.array(ids)
-    with store.lease(layer, ids, phase) as lease:
+    with store.lease(layer, ids, len(ids)) as lease:
         for members, slabs in lease.parts():
             found |= {int(ids[member]): slab.copy() for member, slab in zip(members, slabs, strict=True)}
     return found
@@ -92,7 +92,7 @@ def test_leased_slots_are_never_evicted(open_store):
     """Experts of the first part stay as they are while the store is asked for everything else."""
     store = open_store(6, prefetch="on")
     _lease(store, 1, [1, 2, 3])
-    with store.lease(1, np.array([1, 2, 3]), "decode") as lease:
+    with store.lease(1, np.array([1, 2, 3]), 0) as lease:
         for _, slabs in lease.parts():
             before = [slab.copy() for slab in slabs]
             for layer in (2, 3, 4, 5):
@@ -112,7 +112,7 @@ def test_residents_come_first_and_missing_experts_as_they_arrive(open_store, ope
     store = open_store(10, open_files(preadv=preadv), promote_bytes_s=0.0)
     _lease(store, 1, [7, 9])
     gate.clear()
-    with store.lease(1, np.array([7, 8, 9]), "decode") as lease:
+    with store.lease(1, np.array([7, 8, 9]), 0) as lease:
         parts = lease.parts()
         members, _ = next(parts)
         assert members.tolist() == [0, 2]
@@ -120,6 +120,20 @@ def test_residents_come_first_and_missing_experts_as_they_arrive(open_store, ope
         members, _ = next(parts)
         assert members.tolist() == [1]
         assert next(parts, None) is None
+
+
+def test_experts_that_an_answer_chose_are_its_uses_and_the_others_of_a_mixed_pass_the_prompt_s(open_store):
+    store = open_store(8, promote_bytes_s=0.0)
+    _lease(store, 1, [1, 2, 3])
+    before = {phase: counts.uses for phase, counts in store.counters.phases.items()}
+    with store.lease(1, np.array([1, 2, 3]), 1):  # all there
+        pass
+    with store.lease(1, np.array([2, 7, 1, 8]), 2) as lease:  # two of them missing
+        for _ in lease.parts():
+            pass
+    decode, prefill = (store.counters.phases[phase] for phase in ("decode", "prefill"))
+    assert (decode.uses - before["decode"], prefill.uses - before["prefill"]) == (3, 4)
+    assert (decode.ram, prefill.ram, prefill.missed) == (2, 3, 1) and decode.missed == 3 + 1
 
 
 def test_hits_are_experts_that_were_there_before_the_pass(open_store):
@@ -137,9 +151,9 @@ def test_hits_are_experts_that_were_there_before_the_pass(open_store):
 
 def test_heat_holds_every_choice_at_once(open_store):
     store = open_store(64)
-    choices = [(1, [[3, 5]], "decode"), (2, [[4, 6]], "decode"), (1, [[3, 7]], "decode"), (2, [[1, 2]], "prefill")]
-    for layer, ids, phase in choices:
-        store.count(layer, np.array(ids), phase)
+    choices = [(1, [[3, 5]], 1), (2, [[4, 6]], 1), (1, [[3, 7]], 1), (2, [[1, 2]], 0)]
+    for layer, ids, num_decode in choices:
+        store.count(layer, np.array(ids), num_decode)
     assert store.heat.uses["decode"][1, [3, 5, 7]].tolist() == [2, 1, 1]
     assert store.heat.uses["decode"][2].sum() == 2 and store.heat.uses["prefill"][2, [1, 2]].tolist() == [1, 1]
     assert store.heat.clock[1:3].tolist() == [2, 2]
@@ -190,7 +204,7 @@ def test_a_pass_that_failed_can_be_repeated(demo, open_store, open_files):
 def test_an_abandoned_lease_lets_go(open_store):
     store = open_store(2, promote_bytes_s=0.0)
     for _ in range(3):
-        with store.lease(3, np.array([1, 2, 3, 4]), "decode") as lease:
+        with store.lease(3, np.array([1, 2, 3, 4]), 0) as lease:
             next(lease.parts())
     assert len(_lease(store, 3, [5, 6, 7])) == 3
 
@@ -198,8 +212,8 @@ def test_an_abandoned_lease_lets_go(open_store):
 def test_opening_reads_the_hottest_experts_and_pins_them(open_store):
     store = open_store(20, num_pinned=8)
     for _ in range(50):
-        store.count(1, np.array([[10, 11, 12, 13]]), "decode")
-        store.count(4, np.array([[20, 21, 22, 23]]), "decode")
+        store.count(1, np.array([[10, 11, 12, 13]]), 1)
+        store.count(4, np.array([[20, 21, 22, 23]]), 1)
     for _ in range(64):
         store.begin_pass("decode")
     while store.tier_map()[1][[10, 11, 12, 13]].min() < 2 or store.tier_map()[4][[20, 21, 22, 23]].min() < 2:
@@ -209,7 +223,7 @@ def test_opening_reads_the_hottest_experts_and_pins_them(open_store):
     assert tiers["locked"].num_experts == 8 and tiers["locked"].heat_share == 1.0
     assert tiers["locked"].num_experts + tiers["ram"].num_experts <= 20
     for _ in range(500):  # hotter than the pinned ones, before anything is reviewed
-        store.count(2, np.arange(64)[None], "decode")
+        store.count(2, np.arange(64)[None], 1)
     _lease(store, 2, list(range(64)))
     assert store.tier_map()[1][[10, 11, 12, 13]].min() == 2
 

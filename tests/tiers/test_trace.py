@@ -26,7 +26,7 @@ def some_routings(header: TraceHeader, count: int) -> list[Routing]:
 def write(path, header, routings):
     with TraceWriter(path, header) as writer:
         for routing in routings:
-            writer.record(routing.layer, routing.ids, routing.phase)
+            writer.record(routing.layer, routing.ids, len(routing.ids) if routing.phase == "decode" else 0)
 
 
 def assert_same(found, expected):
@@ -54,7 +54,7 @@ def test_a_run_that_dies_loses_at_most_its_last_frame(tmp_path, monkeypatch):
     routings = some_routings(HEADER, 300)
     writer = TraceWriter(tmp_path / "t", HEADER)
     for routing in routings:
-        writer.record(routing.layer, routing.ids, routing.phase)
+        writer.record(routing.layer, routing.ids, len(routing.ids) if routing.phase == "decode" else 0)
     found = read_trace(tmp_path / "t").routings  # not closed, not flushed
     assert len(found) > 250
     assert_same(found, routings[: len(found)])
@@ -106,7 +106,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path, caplog, monkeypatc
     writer = TraceWriter(path, HEADER)
     writer._file = FullDisk(writer._file)
     for routing in routings:
-        writer.record(routing.layer, routing.ids, routing.phase)
+        writer.record(routing.layer, routing.ids, len(routing.ids) if routing.phase == "decode" else 0)
     writer.close()
     assert [record.getMessage() for record in caplog.records] == [
         f"{path}: the trace ends here (No space left on device)"
