@@ -185,9 +185,14 @@ class Job:
         return len(self.ids) - (self.cache.length if self.cache else 0)
 
     @property
+    def is_answering(self) -> bool:
+        """Whether its answer has begun."""
+        return self.result.completion_tokens > 0
+
+    @property
     def scores_prompt(self) -> bool:
         """Whether the logits of all the prompt's rows are still wanted."""
-        return self.request.scores_prompt and self.result.completion_tokens == 0
+        return self.request.scores_prompt and not self.is_answering
 
     @property
     def takes_best(self) -> bool:

@@ -208,10 +208,11 @@ class Scheduler:
     def _compose(self) -> list[Part]:
         """Who is in the next pass, with how many rows. Their caches have room for them."""
         parts: list[Part] = []
-        for job in sorted(self._running, key=lambda job: job.turn):
+        # answers, and behind them prompts of which a row is left: those answer at once
+        for job in sorted(self._running, key=lambda job: (not job.is_answering, job.turn)):
             if job.cache and not job.loading and job.num_pending == 1 and self._make_room(job, 1, parts):
-                parts.append(Part(job, 1, is_prompt=False))
-        num_answers, budget = len(parts), None
+                parts.append(Part(job, 1, is_prompt=not job.is_answering))
+        num_answers, budget = sum(not part.is_prompt for part in parts), None
         for job in sorted(self._running, key=lambda job: job.turn):
             if job not in self._running or job in [part.job for part in parts]:
                 continue
@@ -229,7 +230,7 @@ class Scheduler:
                 break
             num_rows = min(job.num_pending, budget, _SCORED_ROWS if job.scores_prompt else budget)
             if self._make_room(job, num_rows, parts):
-                parts.append(Part(job, num_rows, is_prompt=job.num_pending > 1))
+                parts.append(Part(job, num_rows, is_prompt=job.num_pending > 1 or not job.is_answering))
                 budget -= num_rows
         if self._make_speculator is not None:
             draft(parts, self._pace.max_rows)

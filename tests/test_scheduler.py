@@ -96,6 +96,16 @@ def test_beginnings_are_computed_once_and_at_least_the_last_token_again(make):
     assert scheduler.counts.reused_tokens == len(ids) - 1 + 2 * P - 1 + P + 2 + len(ids) - 1 + len(ids)
 
 
+def test_the_last_row_of_a_prompt_is_a_prompt_s_row_even_alone(make):
+    scheduler, ids = make(), prompt(40, 1)
+    run(scheduler, ask(ids, 6))
+    rows = scheduler.counts.prompt_rows, scheduler.counts.answer_rows
+    assert rows == (40, 5)
+    (again,) = run(scheduler, ask(ids, 6))  # all but its last token is cached
+    assert again.progress == [(40, 40)]
+    assert (scheduler.counts.prompt_rows, scheduler.counts.answer_rows) == (40 + 1, 5 + 5)
+
+
 def test_requests_that_come_together_share_their_beginning_too(make):
     scheduler = make()
     ids = prompt(5 * P, 1)
@@ -351,7 +361,7 @@ def test_experts_are_counted_by_what_each_row_of_a_pass_is():
             pass
         assert first.result.finish_reason == second.result.finish_reason == "length"
         rows = {"prefill": scheduler.counts.prompt_rows, "decode": scheduler.counts.answer_rows}
-        assert sum(rows.values()) == 6 + 39 + 30 + 1 and rows["decode"] >= 39 + 1
+        assert rows == {"prefill": 6 + 30, "decode": 39 + 1}
         heat, per_tok = engine.store.heat, engine.config.num_experts_per_tok
         assert {phase: int(counted[layer]) - tokens[phase] for phase, counted in heat.tokens.items()} == rows
         found = {phase: (int(counted[layer].sum()) - uses[phase]) / per_tok for phase, counted in heat.uses.items()}

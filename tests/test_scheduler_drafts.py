@@ -25,7 +25,7 @@ PATTERNS = {
 class ToyDrafter:
     """Drafts what the toy model will choose, except where a pattern says otherwise."""
 
-    num_pending = 0
+    num_pending, is_ready = 0, True
 
     def __init__(self, is_right, before_draft):
         self.is_right, self.before_draft = is_right, before_draft
