@@ -257,3 +257,11 @@ def test_this_machine_answers_too(tmp_path):
     assert 1 <= machine.num_physical_cores() <= found.num_physical_cores <= found.num_logical_cores
     assert machine.peak_rss_bytes() > 1024**2
     assert machine.disk_free_bytes(tmp_path) > 0
+
+
+def test_stolen_time_is_the_eighth_count_of_all_processors(root):
+    assert machine.stolen_s(root.path) == 0.0  # no /proc/stat
+    root.write("proc/stat", "cpu  10 20 30 400 5 6 7 250 9 0\ncpu0 5 10 15 200 2 3 3 125 4 0\nintr 1 2\n")
+    assert machine.stolen_s(root.path) == 250 / os.sysconf("SC_CLK_TCK")
+    root.write("proc/stat", "cpu  10 20 30 400\n")  # kernels before 2.6.11
+    assert machine.stolen_s(root.path) == 0.0

@@ -63,3 +63,10 @@ def test_another_result_gives_another_table(tables, tmp_path, monkeypatch):
     assert "`glm-gpu bench decode`: A processor, 4 cores, 16.0 GiB, avx2; 2026-01-02, revision abc" in new
     assert "repeats differ by 3.1%" in new and "old" not in new
     assert new.startswith("before\n") and new.endswith("after\n") and tables.updated(new) == new
+
+
+def test_gaps_that_the_hypervisor_made_are_shown_beside_the_others(tables):
+    row = {"name": "longest gap", "unit": "ms", "median": 12.0, "samples": 1, "median_gap_ms": 3.0}
+    assert "hypervisor" not in tables.parts([{"rows": [row | {"stolen": 0, "longest_stolen_ms": 0.0}]}])
+    shown = tables.parts([{"rows": [row | {"stolen": 4, "longest_stolen_ms": 38.0}]}])
+    assert "median gap 3.00 ms; apart from 4 in which the hypervisor had the processors, at most 38.0 ms" in shown

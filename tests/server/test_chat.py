@@ -138,6 +138,16 @@ def test_a_forced_call_is_a_valid_call_whatever_the_model_would_say(served, ask,
         assert type(parsed["days"]) is int and parsed["unit"] in ("C", "F")
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_a_forced_call_that_the_limit_cuts_off_is_no_call_and_says_why(served, ask, choice):
+    """A text argument may be of any length; what came of the call is shown, for half a call must not be made."""
+    served.says = "a city of a name that goes on and on and on"
+    fields = {"tools": [TOOL], "tool_choice": choice, "max_tokens": 12}
+    plain = whole(ask(**fields))
+    assert plain[2:] == ([], "length") and plain[1].startswith("<tool_call>get_weather<arg_key>")
+    assert joined(ask(**fields, stream=True)) == plain
+
+
 @pytest.mark.parametrize("fields", [{"tools": [TOOL], "tool_choice": "none"}, {}])
 def test_a_model_without_tools_calls_none(served, ask, fields):
     served.says = CALL

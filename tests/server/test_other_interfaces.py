@@ -42,6 +42,7 @@ def blocks(message):
         ("let me think</think>so be it", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, "end_turn"),
         ("I look." + CALL, {"tools": [TOOL]}, "tool_use"),
         ("never mind", {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "get_weather"}}, None),
+        ("never mind", {"tools": [TOOL], "tool_choice": {"type": "any"}, "max_tokens": 12}, "max_tokens"),
     ],
 )
 def test_a_streamed_message_is_the_plain_one(served, client, fields, says, more, reason):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from glm_gpu.bench.serve import measure_serve
+from glm_gpu.bench.serve import Gap, Stall, measure_serve
 from glm_gpu.engine import DEMO_MODEL
 from glm_gpu.kernels import cpu
 
@@ -22,3 +22,9 @@ def test_the_demo_under_load_gives_every_answer_that_it_gives_alone_and_keeps_no
     # The pool that renders prompts comes to four threads.
     assert not found["after"] or found["after"]["threads"] <= found["before"]["threads"] + 4
     assert part.notes == []
+
+
+def test_a_gap_in_which_the_hypervisor_had_a_processor_is_no_stall_of_the_server():
+    beside = [Gap(0.012, is_stolen=False), Gap(0.038, is_stolen=True), Gap(0.009, is_stolen=False)]
+    assert Stall([], beside, 1.0).longest_s == 0.012
+    assert Stall([], beside[1:2], 1.0).longest_s == 0.0
