@@ -82,7 +82,7 @@ def serve(run: Run) -> None:
 
 
 def speculation(run: Run) -> None:
-    for budget, num_prompts in (("resident", 40), ("half", 24), ("disk", 16)):
+    for budget, num_prompts in (("resident", 48), ("half", 26), ("disk", 16)):
         run.script("speculation.py", "speed", "--budget", budget, "--prompts", 2 if run.is_quick else num_prompts)
 
 

@@ -113,7 +113,7 @@ def exact(engine: Engine, arguments: argparse.Namespace) -> dict:
 
 def acceptance(engine: Engine, arguments: argparse.Namespace) -> dict:
     """Share of right guesses at each depth, once those before were right, and tokens a pass by width."""
-    found: dict = {}
+    rows = []
     for name, params in (("greedy", GREEDY), ("sampled", SAMPLED)):
         for kind in KINDS:
             policy = WidthPolicy(fixed_width=4)
@@ -129,59 +129,71 @@ def acceptance(engine: Engine, arguments: argparse.Namespace) -> dict:
                 for source, depths in sorted(policy.acceptance.counts.items())
             }
             print(f"{name:<8} {kind:<10} {num_tokens / num_passes:.2f} tokens a pass by mtp at width 4; {shares}")
-            found[f"{name}, {kind}"] = {"tokens_per_pass": num_tokens / num_passes, "right_by_depth": shares}
-    return found
+            rows.append(
+                {"name": f"{kind}, {name}", "tokens_per_pass": num_tokens / num_passes, "right_by_depth": shares}
+            )
+    return {"rows": rows}
 
 
 def speed(arguments: argparse.Namespace) -> dict:
-    """How many times the speed of plain decoding, in pairs of answers one after the other: medians and their intervals.
+    """How many times the speed of plain decoding, in answers one after the other: medians and their intervals.
 
-    Two engines with the same budget, each with its own experts in memory, as two users of one machine would have them;
-    whichever of a pair goes first alternates. The automatic one keeps what it learned from answer to answer.
+    Three engines with the same budget, each with its own experts in memory, as users of one machine would have them;
+    each goes first, second and last in turn. Two are plain, which shows how far the same thing differs. The automatic
+    one keeps what it learned from answer to answer.
     """
     shown, share, read = BUDGETS[arguments.budget]
     rows = []
-    with budgeted("off", share, read) as plain, budgeted("auto", share, read) as auto:
+    with contextlib.ExitStack() as stack:
+        engines = {
+            name: stack.enter_context(budgeted("auto" if name == "auto" else "off", share, read))
+            for name in ("off", "again", "auto")
+        }
         for kind, params in itertools.product(("scripture", "plays", "chat"), (GREEDY, SAMPLED)):
-            decode: dict[str, list[float]] = {"off": [], "auto": []}
-            whole: dict[str, list[float]] = {"off": [], "auto": []}
+            decode: dict[str, list[float]] = {name: [] for name in engines}
+            whole: dict[str, list[float]] = {name: [] for name in engines}
             num_passes = 0
-            for number, prompt in enumerate(prompts(plain, kind, arguments.prompts) * arguments.repeats):
-                engines = [("off", plain), ("auto", auto)]
-                for mode, engine in engines if number % 2 else reversed(engines):
-                    turn = engine.session()
+            for prompt, order in zip(
+                prompts(engines["off"], kind, arguments.prompts) * arguments.repeats,
+                itertools.cycle(itertools.permutations(engines)),
+                strict=False,
+            ):
+                for name in order:
+                    turn = engines[name].session()
                     list(turn.generate(prompt, params, arguments.tokens, ignore_eos=True))
-                    decode[mode].append(turn.last.decode_s)
-                    whole[mode].append(turn.last.prefill_s + turn.last.decode_s)
-                    num_passes += turn.last.num_passes if mode == "auto" else 0
+                    decode[name].append(turn.last.decode_s)
+                    whole[name].append(turn.last.prefill_s + turn.last.decode_s)
+                    num_passes += turn.last.num_passes if name == "auto" else 0
             row = {
                 "name": f"{shown}, {kind}, {'greedy' if params is GREEDY else 'sampled'}",
                 "plain_tok_s": (arguments.tokens - 1) / statistics.median(decode["off"]),
-                "decode": times_plain(decode),
-                "whole": times_plain(whole),
+                "again": times_plain(decode, "again"),
+                "decode": times_plain(decode, "auto"),
+                "whole": times_plain(whole, "auto"),
                 "tokens_per_pass": len(decode["off"]) * (arguments.tokens - 1) / num_passes,
                 "answers": len(decode["off"]),
             }
             rows.append(row)
             print(
-                f"{row['name']:<32} plain {row['plain_tok_s']:5.1f} tok/s; auto {shown_ratio(row['decode'])} times, "
-                f"with prefill {shown_ratio(row['whole'])}; {row['tokens_per_pass']:.2f} tokens a pass",
+                f"{row['name']:<32} plain {row['plain_tok_s']:5.1f} tok/s, again {shown_ratio(row['again'])} times; "
+                f"auto {shown_ratio(row['decode'])} times, with prefill {shown_ratio(row['whole'])}; "
+                f"{row['tokens_per_pass']:.2f} tokens a pass",
                 flush=True,
             )
-        print("   ", "; ".join(auto.speculation.summary))
-        return {"rows": rows, "decision": auto.speculation.as_dict()}
+        print("   ", "; ".join(engines["auto"].speculation.summary))
+        return {"rows": rows, "decision": engines["auto"].speculation.as_dict()}
 
 
-def times_plain(seconds: dict[str, list[float]]) -> dict[str, float]:
+def times_plain(seconds: dict[str, list[float]], name: str) -> dict[str, float]:
     """The median of the pairs' ratios with a 95 % interval by bootstrap, and the ratio of the sums."""
-    ratios = [off / auto for off, auto in zip(seconds["off"], seconds["auto"], strict=True)]
+    ratios = [off / other for off, other in zip(seconds["off"], seconds[name], strict=True)]
     rng = random.Random(0)
     medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(1000))
     return {
         "median": statistics.median(ratios),
         "low": medians[25],
         "high": medians[975],
-        "sums": sum(seconds["off"]) / sum(seconds["auto"]),
+        "sums": sum(seconds["off"]) / sum(seconds[name]),
     }
 
 
@@ -191,12 +203,15 @@ def shown_ratio(found: dict[str, float]) -> str:
 
 @contextlib.contextmanager
 def budgeted(speculate: SpeculateMode, share: float, read: ReadMode | None) -> Iterator[Engine]:
-    """The demo with a share of its experts in memory, warmed by an answer."""
+    """The demo with a share of its experts in memory, warmed by an answer.
+
+    Without prefetching, which tries now and then whether it pays: two plain engines differ by 10 % for that.
+    """
     slots = None
     if share < 1:
         with Engine.open(None, EngineOptions(context=64, speculate="off")) as engine:
             slots = int(share * len(engine.config.sparse_layers) * engine.config.n_routed_experts)
-    options = EngineOptions(context=512, speculate=speculate, expert_slots=slots, read=read or "auto")
+    options = EngineOptions(context=512, speculate=speculate, expert_slots=slots, read=read or "auto", prefetch="off")
     with Engine.open(None, options) as engine:
         for kind in ("scripture", "plays"):
             list(engine.session().generate(prompts(engine, kind, 1)[0], GREEDY, 64))
@@ -205,7 +220,7 @@ def budgeted(speculate: SpeculateMode, share: float, read: ReadMode | None) -> I
 
 def json_documents(engine: Engine, arguments: argparse.Namespace) -> dict:
     """Documents by schema, greedy and sampled: how many parse, tokens a pass with forced tokens as drafts."""
-    found: dict = {}
+    rows = []
     for name, schema in SCHEMAS.items():
         grammar = Grammar.from_json_schema(schema)
         num_valid = num = num_passes = num_tokens = 0
@@ -219,8 +234,8 @@ def json_documents(engine: Engine, arguments: argparse.Namespace) -> dict:
                 num_tokens += turn.last.num_passes + turn.last.accepted_tokens
         seconds = time.perf_counter() - began
         print(f"{name:<8} {num_valid} of {num} are JSON, {num_tokens / num_passes:.2f} tokens a pass, {seconds:.1f} s")
-        found[name] = {"documents": num, "valid": num_valid, "tokens_per_pass": num_tokens / num_passes}
-    return found
+        rows.append({"name": name, "documents": num, "valid": num_valid, "tokens_per_pass": num_tokens / num_passes})
+    return {"rows": rows}
 
 
 def is_json(text: str) -> bool:

@@ -199,13 +199,43 @@ def speculation(documents: Sequence[dict]) -> str:
     for row in (row for document in documents for row in document["rows"]):
         cells = [
             f"{found['median']:.2f} ({found['low']:.2f} to {found['high']:.2f})"
-            for found in (row["decode"], row["whole"])
+            for found in (row["again"], row["decode"], row["whole"])
         ]
         rows.append([row["name"], f"{row['plain_tok_s']:.0f} tok/s", *cells, f"{row['tokens_per_pass']:.2f}"])
-    return table(["", "off", "auto, times that", "with prefill", "tokens a pass"], rows)
+    return table(["", "off", "off again, times that", "auto, times that", "with prefill", "tokens a pass"], rows)
+
+
+def acceptance(documents: Sequence[dict]) -> str:
+    """Guesses that came true, by depth."""
+    rows = []
+    for row in documents[0]["rows"]:
+        shares = row["right_by_depth"]
+        cells = [
+            ", ".join(f"{share:.0%}" for share in shares.get(source, [])) for source in ("mtp", "ngram 2", "ngram 32")
+        ]
+        rows.append([row["name"], *cells, f"{row['tokens_per_pass']:.2f}"])
+    head = [
+        "",
+        "multi-token layer, by depth",
+        "repetition of 2 tokens",
+        "of more than 8",
+        "tokens a pass, 4 by the layer",
+    ]
+    return table(head, rows)
+
+
+def documents_by_schema(documents: Sequence[dict]) -> str:
+    """What a schema's forced tokens save."""
+    rows = [
+        [row["name"], f"{row['valid']} of {row['documents']}", f"{row['tokens_per_pass']:.2f}"]
+        for row in documents[0]["rows"]
+    ]
+    return table(["schema", "valid", "tokens a pass"], rows)
 
 
 TABLES: dict[str, Callable[[Sequence[dict]], str]] = {
     "convert_rtn": convert, "policies": policies, "quality": quality, "rounding": rounding, "startup": startup,
-    "predict": predict, "speculation_resident": speculation, "published": published, "machines": machines,
+    "predict": predict, "speculation_resident": speculation,
+    "speculation_acceptance": acceptance, "speculation_json": documents_by_schema, "published": published,
+    "machines": machines,
 }  # fmt: skip

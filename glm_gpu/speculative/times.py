@@ -20,7 +20,7 @@ class PassTimes:
 
     Waiting for experts is part of it. A pass is compared only with plain passes just before it: the machine's other
     work changes how long everything takes from one second to the next, but hardly how many times a plain pass a wider
-    one takes.
+    one takes. A plain pass right behind a wider one counts to that: what it has to read again, the wider one evicted.
 
     Args:
         num_sequences: rows of a plain pass.
@@ -33,26 +33,37 @@ class PassTimes:
         self._typical: dict[int, float] = {}
         self._last_at: dict[int, int] = {}
         self._num_passes = 0
+        self._last_size: int | None = None  # of the pass before, if it was a wider one
         self._table: dict[int, float] | None = None
 
     def observe(self, num_rows: int, seconds: float) -> None:
         self._num_passes += 1
         if num_rows == self.num_sequences:
+            last_size, self._last_size = self._last_size, None
+            near = self._near()
+            if last_size is not None and near:
+                self._costs[last_size][-1] += seconds * len(near) / sum(near) - 1
+                self._settle(last_size)
+                return
             self._plain.append((self._num_passes, seconds))
             if num_rows not in self._typical or self._num_passes % _MAX_AGE == 0:
                 self._table = None
             self._typical[num_rows] = 1.0
             self._last_at[num_rows] = self._num_passes
             return
-        near = self._near()
+        near, self._last_size = self._near(), None
         if not near:
             return
         size = self.num_sequences + coarse(num_rows - self.num_sequences)
         if self.age(size) > _MAX_AGE:
             self._costs[size] = deque(maxlen=_WINDOW)
         self._costs[size].append(seconds * len(near) / sum(near))
+        self._last_at[size], self._last_size = self._num_passes, size
+        self._settle(size)
+
+    def _settle(self, size: int) -> None:
+        """Take in a new or altered cost."""
         self._typical[size] = typical(self._costs[size])
-        self._last_at[size] = self._num_passes
         self._table = None
 
     @property

@@ -132,6 +132,14 @@ def test_untried_widths_are_approached_step_by_step():
     assert pass_cost(times.table(), 9) is None
 
 
+def test_what_a_plain_pass_takes_longer_behind_a_wider_one_counts_to_that():
+    times = PassTimes()
+    for _ in range(12):
+        for rows, seconds in ((1, 1.0), (1, 1.0), (1, 1.0), (2, 1.2), (1, 1.5), (1, 1.0), (2, 1.2), (2, 1.2), (1, 1.5)):
+            times.observe(rows, seconds)
+    assert times.table()[2] == pytest.approx(1.2 + 2 / 3 * 0.5, rel=0.1) and times.plain_s == pytest.approx(1.0)
+
+
 def test_more_rows_never_seem_cheaper_than_fewer():
     times = PassTimes()
     for rows, seconds in ((1, 1.0), (2, 0.7), (4, 2.0), (8, 1.5)):
