@@ -27,11 +27,13 @@ ORACLE = Path(__file__).parent.parent / "tests/data/oracle"
 # As in tests/test_devices.py: a logit of 16-bit activations is off by less than this share of the largest.
 NOISE = 0.04
 WIDTHS = {
+    "f32": {"weights": "f32"},
     "16 bits": {"expert_bits": 16, "dense_bits": 16},
     "int8": {"expert_bits": 8, "dense_bits": 8},
     "int4 rows": {"expert_bits": 4, "dense_bits": 4, "group": 0},
     "int4 groups of 64": {"expert_bits": 4, "dense_bits": 4, "group": 64},
     "int4 groups of 128": {"expert_bits": 4, "dense_bits": 4, "group": 128},
+    "int2": {"expert_bits": 2, "dense_bits": 2},
 }
 
 

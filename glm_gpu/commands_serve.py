@@ -99,4 +99,4 @@ def serve(
         limits = run.Limits(contexts, max_running, max_queued, drain, keep_bytes)
         folder = state and state / "conversations"
         note = f"{settings.model_name} is served at {url} (Ctrl-C stops it)"
-        run.serve(engine, options.is_kv_bf16, listening, settings, limits, folder, lambda: report.note(note))
+        run.serve(engine, engine.is_kv_bf16, listening, settings, limits, folder, lambda: report.note(note))

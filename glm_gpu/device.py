@@ -53,7 +53,13 @@ class DeviceInfo:
 
 
 class Event(Protocol):
-    """A point in a stream's work."""
+    """A point in a stream's work.
+
+    Attributes:
+        done: whether the work before it is; asking never waits.
+    """
+
+    done: bool
 
     def synchronize(self) -> None:
         """Block the host until the work before it is done."""

@@ -120,7 +120,7 @@ def _open_store(
         tiers,
         num_pinned=plan.num_pinned,
         num_read_threads=options.read_threads,
-        prefetch="off",
+        prefetch=options.prefetch,
         trace=options.trace and TraceWriter(options.trace, trace_header(files, opening.sizes)),
         is_elsewhere=is_elsewhere,
         links=list(compress(links, sparse)),

@@ -27,13 +27,14 @@ class SimStream:
 
     Attributes:
         is_eager: work is done when it is queued, once what it waits for is done.
+        num_done: pieces of work done so far.
     """
 
     def __init__(self, device: "SimDevice") -> None:
         self.device = device
         self.is_eager = False
         self._waiting: deque[Callable[[], None]] = deque()
-        self._num_queued = self._num_done = 0
+        self._num_queued = self.num_done = 0
 
     def queue(self, work: Callable[[], None]) -> None:
         """Add work behind all there is."""
@@ -44,8 +45,8 @@ class SimStream:
 
     def reach(self, count: int) -> None:
         """Do the first `count` pieces of work there ever were, as far as they are not done."""
-        while self._num_done < count:
-            self._num_done += 1
+        while self.num_done < count:
+            self.num_done += 1
             self._waiting.popleft()()
 
     def record(self) -> "SimEvent":
@@ -64,6 +65,10 @@ class SimEvent:
 
     def __init__(self, stream: SimStream, count: int) -> None:
         self._stream, self._count = stream, count
+
+    @property
+    def done(self) -> bool:
+        return self._stream.num_done >= self._count
 
     def reach(self) -> None:
         """Have the work before it done."""

@@ -51,6 +51,7 @@ class Engine:
         sampling_defaults: what the checkpoint's generation_config.json recommends.
         plan: where everything lives.
         context: positions that a session can hold.
+        is_kv_bf16: whether cached rows are bfloat16.
         mtp_head: the multi-token layer, or None where it is not loaded.
         speculate: which drafts are verified.
         speculation: what decides how many tokens are drafted, over all sessions.
@@ -73,7 +74,7 @@ class Engine:
         self.eos_ids = eos_ids(config, generation, self.tokenizer, chat=False)
         self.turn_ids = eos_ids(config, generation, self.tokenizer, chat=True)
         self.sampling_defaults = SamplingParams.from_generation_config(generation)
-        self._is_kv_bf16 = options.is_kv_bf16 or bool(self.devices)
+        self.is_kv_bf16 = options.is_kv_bf16 or bool(self.devices)
         self.row_identity = f"{checkpoint.fingerprint} {options.row_format}"
 
         if options.threads is not None:
@@ -133,7 +134,7 @@ class Engine:
 
     def session(self, is_chat: bool = False) -> Session:
         """A new sequence with a cache of its own; in a chat, a marker of another turn ends the answer too."""
-        cache = self.model.new_cache(self.context, self._is_kv_bf16)
+        cache = self.model.new_cache(self.context, self.is_kv_bf16)
         return Session(self.model, cache, self.turn_ids if is_chat else self.eos_ids, self.speculator(self.context))
 
     def speculator(self, max_length: int) -> Speculator:
@@ -141,7 +142,7 @@ class Engine:
         mtp = None
         if self.mtp_head is not None:
             shares_selection = self.config.index_share_for_mtp_iteration
-            mtp = MtpDrafter(self.mtp_head, max_length, self._is_kv_bf16, shares_selection)
+            mtp = MtpDrafter(self.mtp_head, max_length, self.is_kv_bf16, shares_selection)
         return Speculator(self.speculate, self.speculation, mtp)
 
     def constraint(self, grammar: Grammar) -> Constraint:
@@ -170,7 +171,7 @@ class Engine:
         return self._logits(ids)
 
     def _logits(self, ids: Sequence[int]) -> Iterator[np.ndarray]:
-        cache = self.model.new_cache(len(ids), self._is_kv_bf16)
+        cache = self.model.new_cache(len(ids), self.is_kv_bf16)
         for start in range(0, len(ids), PREFILL_CHUNK):
             batch = Batch.of([(ids[start : start + PREFILL_CHUNK], cache)], "prefill", all_logits=True)
             yield self.model.forward(batch).logits

@@ -16,7 +16,7 @@ from glm_gpu.device_choice import DeviceRequest, open_devices
 from glm_gpu.errors import CapacityError, CheckpointError, RequestError
 from glm_gpu.kernels import cpu
 from glm_gpu.model.device_footprint import device_pass_bytes
-from glm_gpu.model.device_weights import arena_bytes, check_formats
+from glm_gpu.model.device_weights import arena_bytes, check_widths
 from glm_gpu.model.footprint import pass_bytes
 from glm_gpu.model.transformer import cache_layout, latent_streams
 from glm_gpu.recipe import DEFAULT_ROUNDING, Recipe, Rounding, tensor_class
@@ -163,7 +163,7 @@ def plan_opening(checkpoint: Checkpoint, options: EngineOptions, heat: Heat | No
     if devices:
         try:
             _check_devices(checkpoint, options)
-            # "auto" is bf16 on a device, beside f32 weights as well
+            # what queries meet is rounded to bf16 on a device, so that f32 rows would gain nothing
             found = _plan_with_drafts(checkpoint, replace(options, kv="bf16"), heat, has_mtp, devices)
             return replace(found, devices=tuple(devices), device_reason=reason)
         except (CapacityError, RequestError) as error:
@@ -255,7 +255,7 @@ def _device_budget(device: Device, config: ModelConfig, num_contexts: int) -> De
 
 def _check_devices(checkpoint: Checkpoint, options: EngineOptions) -> None:
     """Refuse what only the CPU can do."""
-    check_formats(checkpoint.config, options.recipe)
+    check_widths(checkpoint.config)
     if options.kv == "f32":
         raise RequestError("--kv f32 is the CPU's; a GPU caches bf16. Drop it, or use --device cpu")
 

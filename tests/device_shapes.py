@@ -67,7 +67,8 @@ def record_others(launcher: Recorder, T: int, format: str, dtype: str, scale_dty
     """Everything else of a step."""
     x, h, counts, caches = array("f32", T, d.D), array(dtype, T, d.D), array("i32", T), array("i64", T)
     where = caches, 0
-    projection.embed(launcher, counts, matrix("int8", d.V, d.D, scale_dtype), x)
+    for each in ("int8", format):
+        projection.embed(launcher, counts, matrix(each, d.V, d.D, scale_dtype), x)
     norm.rms_norm(launcher, x, array("f32", d.D), 1e-5, x, h)
     norm.rms_norm(launcher, x, None, 1e-5, split=h)
     cos = array("f32", T, d.P // 2)

@@ -121,7 +121,7 @@ class FakeCuda:
         return FakeStream(self, non_blocking)
 
     def Event(self, block: bool = False, disable_timing: bool = False) -> Any:
-        return SimpleNamespace(synchronize=lambda: None)
+        return SimpleNamespace(synchronize=lambda: None, done=True)
 
     def alloc_pinned_memory(self, num_bytes: int) -> bytearray:
         memory = bytearray(num_bytes)

@@ -16,13 +16,13 @@ def test_two_simulated_devices_write_what_the_cpu_writes(invoke):
     assert invoke(*RUN, "--device", "sim:2", "--speculate", "mtp")[:2] == (0, text)
 
 
-def test_a_conversation_on_a_device_goes_on_from_its_file(invoke, tmp_path):
+def test_a_conversation_on_two_devices_goes_on_from_its_file(invoke, tmp_path):
     file = tmp_path / "kept"
-    whole = invoke("run", PROMPT, "--max-tokens", "5", "--temperature", "0", "--context", "64", "--device", "sim:1")
-    first = invoke(*RUN, "--device", "sim:1", "--save", file)
+    whole = invoke("run", PROMPT, "--max-tokens", "5", "--temperature", "0", "--context", "64", "--device", "sim:2")
+    first = invoke(*RUN, "--device", "sim:2", "--save", file)
     assert first[0] == 0, first
     rest = invoke(
-        "run", "--resume", file, "--max-tokens", "2", "--temperature", "0", "--context", "64", "--device", "sim:1"
+        "run", "--resume", file, "--max-tokens", "2", "--temperature", "0", "--context", "64", "--device", "sim:2"
     )
     assert rest[0] == 0, rest
     assert (first[1].rstrip("\n") + rest[1]).rstrip("\n") == whole[1].rstrip("\n")

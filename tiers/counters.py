@@ -52,6 +52,9 @@ class Counters:
         guessed, guessed_right: experts predicted for the next layer, and those of them it then used.
         needed: experts used in layers that had been predicted.
         wasted: prefetched experts that were evicted before any use.
+        copied_ahead: experts copied up to a device because they were predicted for its next layer.
+        ahead_used, ahead_late: those of them that were then used, and those that were used while still on their way.
+        ahead_wasted: those that were pushed out before any use.
         evictions, promotions: slots emptied for another expert; experts read because heat said so.
         read_errors: reads that failed.
     """
@@ -65,6 +68,10 @@ class Counters:
     guessed_right: int = 0
     needed: int = 0
     wasted: int = 0
+    copied_ahead: int = 0
+    ahead_used: int = 0
+    ahead_late: int = 0
+    ahead_wasted: int = 0
     evictions: int = 0
     promotions: int = 0
     read_errors: int = 0

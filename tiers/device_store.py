@@ -1,8 +1,9 @@
 """Experts for a model on devices: the VRAM of each in front of the host's slots and the disk."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,14 @@ from glm_gpu.batch import Phase
 from glm_gpu.device import Event
 from glm_gpu.kernels.gpu.arrays import View
 from glm_gpu.pinned import pin
+from glm_gpu.tiers.ahead import CopiesAhead
 from glm_gpu.tiers.files import ExpertFiles
 from glm_gpu.tiers.heat import Heat
 from glm_gpu.tiers.link import LinkRates, reads_in_place
 from glm_gpu.tiers.residency import Key
 from glm_gpu.tiers.slots import SlotPool, SlotState
 from glm_gpu.tiers.store import MAX_PREFETCH_ROWS, REVIEW_PASSES, TieredStore
+from glm_gpu.tiers.vram_missing import MissingRun
 from glm_gpu.tiers.vram_tier import VramTier
 
 # Bytes that go up to a device at a step border: at 25 GB/s of PCIe 4 ten milliseconds, every 16 steps.
@@ -32,7 +35,8 @@ class DeviceStore(TieredStore):
 
     Layers whose experts all have an address on their device need nothing from the host during a pass. In others the
     host waits once, for the router's choice; what is missing is copied on the copy stream while kernels compute with
-    what is there. Whatever is where, kernels get the same bytes.
+    what is there. Behind them go up experts that the next layer will probably use, into free or colder slots. Whatever
+    is where, kernels get the same bytes.
 
     Args:
         tiers: one a device; they and this store share `is_elsewhere`.
@@ -54,8 +58,10 @@ class DeviceStore(TieredStore):
         self._tier_of = {layer: tier for tier in tiers for layer in tier.layers}
         self._deferred: list[tuple[Event, ExitStack]] = []
         self._mapped: list[_Mapped] = []
+        self._choice_wait_s = 0.0
         self._fill(files, options.get("num_read_threads", 4))
         super().__init__(files, num_slots, heat, **options)
+        self._ahead = CopiesAhead(self._residency)
         arrays = [pool.memory for pool in self._residency.pools]
         self._pinned = pin(self.tiers[0].device, arrays, sum(array.nbytes for array in arrays))
 
@@ -89,10 +95,28 @@ class DeviceStore(TieredStore):
     def count(self, layer: int, choices: np.ndarray, num_decode: int) -> None:
         super().count(layer, choices, num_decode)
         if layer in self._tier_of:
-            self._tier_of[layer].counted(layer)
+            tier = self._tier_of[layer]
+            tier.counted(layer)
+            self._ahead.count(tier, layer, choices)
+            self.counters.ahead_wasted = sum(each.num_wasted for each in self.tiers)
+
+    def wait_for(self, choice: Event) -> None:
+        """Wait for a layer's choice: for copies too, since kernels wait for them."""
+        began = time.perf_counter()
+        choice.synchronize()
+        self._choice_wait_s += time.perf_counter() - began
+
+    @property
+    def _waited_s(self) -> float:
+        return self.counters.wait_s + self._choice_wait_s
 
     def wants_prefetch(self, layer: int, num_rows: int) -> bool:
-        return False
+        return self.switch.is_on and num_rows <= MAX_PREFETCH_ROWS and not self._tier_of[layer].table.is_complete(layer)
+
+    def prefetch(self, layer: int, ids: np.ndarray) -> None:
+        """Begin to bring up distinct experts that a layer will probably use; see `CopiesAhead.begin`."""
+        self._guesses[layer] = ids
+        self._ahead.begin(self._tier_of[layer], layer, ids)
 
     def count_resident(self, layer: int, choices: np.ndarray, num_decode: int) -> None:
         """Record the choices of a layer whose experts all had addresses; of the first `num_decode` rows are answers."""
@@ -103,7 +127,14 @@ class DeviceStore(TieredStore):
             self.counters.phases[phase].vram += len(part) - num_mapped
             self.counters.phases[phase].locked += num_mapped
 
-    def compute_missing(self, layer: int, choices: np.ndarray, num_decode: int, compute: Compute) -> None:
+    def compute_missing(
+        self,
+        layer: int,
+        choices: np.ndarray,
+        num_decode: int,
+        compute: Compute,
+        guess: tuple[int, np.ndarray] | None = None,
+    ) -> None:
         """Have experts computed that the layer's table did not show: for each part a table, as soon as it is there.
 
         Called behind the wait for the choice, when the work with the table has been queued.
@@ -112,6 +143,7 @@ class DeviceStore(TieredStore):
             choices: [T, K] int32.
             num_decode: the first so many rows are of answers.
             compute: queues the experts of a table.
+            guess: the next layer and distinct experts that it will probably use.
 
         Raises:
             CheckpointError: an expert cannot be read.
@@ -122,28 +154,50 @@ class DeviceStore(TieredStore):
         ids, split = distinct(choices, num_decode, self.files.num_experts)
         tier.reached()
         pool = tier.pool(layer)
-        slots = pool.find(layer, ids)
         is_here = np.array([tier.table.address(layer, int(expert)) != 0 for expert in ids])
         self.counters.phases["decode"].vram += int(is_here[:split].sum())
         self.counters.phases["prefill"].vram += int(is_here[split:].sum())
-        if is_here.all():
-            return
-        with self._residency.changed:
-            self._residency.settle()
-        tier.refresh()
-        held = slots[slots >= 0].tolist()
+        held = pool.find(layer, ids[is_here]).tolist()
         pool.leases[held] += 1
         try:
-            run = _Missing(tier, layer, held, len(choices))
-            num_decode_missing = split - int(is_here[:split].sum())
-            with closing(self._arrivals(tier, layer, ids[~is_here], num_decode_missing, run)) as parts:
-                for part in parts:
-                    compute(part)
+            if not is_here.all():
+                num_decode_left = split - int(is_here[:split].sum())
+                self._compute_others(tier, layer, ids[~is_here], num_decode_left, compute, held, len(choices))
+            if guess is not None:
+                self.prefetch(*guess)
         finally:
             pool.leases[:] = 0
 
+    def _compute_others(
+        self,
+        tier: VramTier,
+        layer: int,
+        ids: np.ndarray,
+        num_decode: int,
+        compute: Compute,
+        held: list[int],
+        num_rows: int,
+    ) -> None:
+        """Have experts computed that were not in the table: first those on their way already, then those missing."""
+        with self._residency.changed:
+            self._residency.settle()
+        tier.refresh()
+        run = MissingRun(tier, layer, held, num_rows)
+        claimed, holds = self._ahead.claim(tier, layer, ids, num_decode)
+        if claimed:
+            self._deferred += holds
+            run.claim(claimed)
+            compute(run.table())
+            run.finish()
+        is_missing = ~np.isin(ids, claimed)
+        if is_missing.any():
+            num_decode_left = int(is_missing[:num_decode].sum())
+            with closing(self._arrivals(tier, layer, ids[is_missing], num_decode_left, run)) as parts:
+                for part in parts:
+                    compute(part)
+
     def _arrivals(
-        self, tier: VramTier, layer: int, missing: np.ndarray, num_decode: int, run: "_Missing"
+        self, tier: VramTier, layer: int, missing: np.ndarray, num_decode: int, run: MissingRun
     ) -> Iterator[View]:
         """Tables of experts whose copies are queued before whatever is queued on the compute stream next."""
         stack = ExitStack()
@@ -158,11 +212,10 @@ class DeviceStore(TieredStore):
                     while done < len(experts):
                         chunk = run.place(experts[done:], slabs[done:])
                         done += len(chunk)
-                        table, index = tier.part_table(layer, chunk)
+                        table = run.table()
                         arrived = tier.device.copy.record()
-                        tier.device.compute.wait(arrived)
                         yield table
-                        run.finish(index, tier.device.compute.record())
+                        run.finish()
                     if num_left:
                         arrived.synchronize()  # before the next part is asked for, which may overwrite these slabs
             except BaseException:
@@ -190,6 +243,7 @@ class DeviceStore(TieredStore):
 
     def _settle(self) -> None:
         """Wait for copies under way and let go of the slabs that they read."""
+        self._ahead.settle()
         for event, _ in self._deferred:
             event.synchronize()
         self._release_deferred()
@@ -250,34 +304,23 @@ class DeviceStore(TieredStore):
         left = MOVE_BYTES
         for (layer, expert), value in tier.promotable():
             pool, host = tier.pool(layer), self._residency.pool(layer)
-            slot, is_passing = (
-                int(host.find(layer, np.array([expert]))[0]),
-                pool.find(layer, np.array([expert]))[0] >= 0,
-            )
-            if slot < 0 or host.state[slot] != SlotState.READY or is_passing:
-                continue
-            target = tier.take(layer, above=value)
-            left -= pool.slot_nbytes
-            if target is None or left < 0:
-                if target is not None:
-                    pool.give_back(target)
-                return
-            stack = ExitStack()
-            stack.enter_context(self._held(host, slot))
+            with self._residency.changed:
+                slot = int(host.find(layer, np.array([expert]))[0])
+                is_passing = pool.find(layer, np.array([expert]))[0] >= 0
+                if slot < 0 or host.state[slot] != SlotState.READY or is_passing:
+                    continue
+                target = tier.take(layer, above=value)
+                left -= pool.slot_nbytes
+                if target is None or left < 0:
+                    if target is not None:
+                        pool.give_back(target)
+                    return
+                stack = ExitStack()
+                stack.enter_context(self._residency.held(host, slot))
             tier.put(layer, expert, host.slabs[slot], target)
             arrived = tier.device.copy.record()
             tier.device.compute.wait(arrived)
             self._deferred.append((arrived, stack))
-
-    @contextmanager
-    def _held(self, pool: SlotPool, slot: int) -> Iterator[None]:
-        with self._residency.changed:
-            pool.leases[slot] += 1
-        try:
-            yield
-        finally:
-            with self._residency.changed:
-                pool.leases[slot] -= 1
 
     def _fill(self, files: ExpertFiles, num_threads: int) -> None:
         """Read the hottest experts into free slots, several at once."""
@@ -301,65 +344,3 @@ class DeviceStore(TieredStore):
                     for ((layer, expert), slot), slab in zip(jobs, slabs, strict=True):
                         tier.put(layer, expert, slab, slot)
                     tier.device.copy.synchronize()
-
-
-class _Missing:
-    """Where the missing experts of one layer go, in one pass.
-
-    Args:
-        held: slots that the layer's resident experts are in; they may be reused when they have been computed with.
-    """
-
-    def __init__(self, tier: VramTier, layer: int, held: list[int], num_rows: int) -> None:
-        self._tier, self._layer, self._pool = tier, layer, tier.pool(layer)
-        self._used: list[int] = []  # taken here and computed with, the first again the first
-        self._current: list[int] = []
-        resident = tier.device.compute.record()
-        self._event_of = dict.fromkeys(held, resident)
-        self._held = held
-        self._is_bulk = num_rows > MAX_PREFETCH_ROWS and len(self._pool.transit) > 1
-        self._transit = sorted(self._pool.transit)
-        self._most = len(self._transit) if self._is_bulk else self._pool.num_slots
-
-    def place(self, experts: list[int], slabs: list[np.ndarray]) -> list[int]:
-        """Queue copies of the first experts, as many as there are slots for at once, at least one: which."""
-        chunk_size = max(1, self._most // 2)
-        for expert, slab in zip(experts[:chunk_size], slabs, strict=False):
-            slot = self._slot()
-            if slot is None:
-                break
-            event = self._event_of.pop(slot, None)
-            if event is not None:
-                self._tier.device.copy.wait(event)
-            self._tier.put(self._layer, expert, slab, slot)
-            self._pool.leases[slot] += 1
-            self._current.append(slot)
-        assert self._current, "a pass has no slot to compute with"
-        return experts[: len(self._current)]
-
-    def finish(self, index: int, event: Event) -> None:
-        """What was placed last has been queued for computing; its slots may be filled again behind the event."""
-        self._tier.computed(index, event)
-        self._event_of |= dict.fromkeys(self._current, event)
-        self._used += self._current
-        self._current = []
-
-    def _slot(self) -> int | None:
-        """A slot to fill next, emptied if need be; None when what there is has to be computed with first."""
-        if not self._is_bulk and (slot := self._tier.take(self._layer)) is not None:
-            return slot
-        if self._transit and (self._is_bulk or not self._used):
-            return self._emptied(self._transit.pop())
-        if self._used:
-            return self._emptied(self._used.pop(0))
-        if self._held and not self._current and not self._is_bulk:
-            return self._emptied(self._held.pop())
-        return None
-
-    def _emptied(self, slot: int) -> int:
-        """A slot whose expert, if any, has been computed with as far as this layer needs it."""
-        self._pool.leases[slot] = 0
-        self._pool.pinned[slot] = False
-        if self._pool.layer[slot] >= 0:
-            self._tier.drop(self._pool, slot)
-        return slot

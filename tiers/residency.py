@@ -3,7 +3,8 @@
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 
@@ -128,6 +129,16 @@ class Residency:
             self.unused_prefetches.add((layer, expert))
         self._reader.submit(job)
         return True
+
+    @contextmanager
+    def held(self, pool: SlotPool, slot: int) -> Iterator[None]:
+        """Keep a READY slot as it is. Entered with `changed` held, left with or without."""
+        pool.leases[slot] += 1
+        try:
+            yield
+        finally:
+            with self.changed:
+                pool.leases[slot] -= 1
 
     def hasten(self, job: ReadJob) -> None:
         """A pass now waits for a read that was begun ahead of it."""

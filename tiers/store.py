@@ -155,8 +155,8 @@ class TieredStore:
         residency = self._residency
         with residency.changed:
             residency.pass_number += 1
-            waited = self.counters.wait_s - self._wait_s_before
-            self._wait_s_before = self.counters.wait_s
+            waited = self._waited_s - self._wait_s_before
+            self._wait_s_before = self._waited_s
             if phase == "decode":
                 self.switch.step(waited)
             if residency.pass_number % REVIEW_PASSES == 0:
@@ -185,6 +185,11 @@ class TieredStore:
             for expert in ids[residency.pool(layer).find(layer, ids) < 0].tolist():
                 if not residency.has_room_in_flight or not residency.request(layer, expert, Urgency.PREFETCH):
                     return
+
+    @property
+    def _waited_s(self) -> float:
+        """What prefetching is to save: the time that passes stood still so far."""
+        return self.counters.wait_s
 
     def shrink(self, num_bytes: int) -> int:
         """Give memory back to the system, the coldest experts' first: how many bytes were given."""

@@ -34,6 +34,8 @@ class VramTier:
         is_elsewhere: [L, E] bool, kept up to date: experts that have a slot here.
 
     Attributes:
+        unused: experts copied ahead of their layer that no pass has used since.
+        num_wasted: how many of those have been pushed out.
         table: addresses of experts in VRAM.
         reach: the same, and those of experts that kernels may read in pinned host memory.
 
@@ -51,6 +53,8 @@ class VramTier:
         is_elsewhere: np.ndarray,
     ) -> None:
         self.device, self.layers, self._heat = device, list(layouts), heat
+        self.unused: set[Key] = set()
+        self.num_wasted = 0
         self._layouts = layouts
         num_experts = heat.shape[1]
         self.table = AddressTable(device, self.layers, num_experts)
@@ -95,15 +99,29 @@ class VramTier:
 
     def put(self, layer: int, expert: int, slab: np.ndarray, slot: int) -> None:
         """Queue an expert's copy into a slot that `take` gave; kernels find it by the table from then on."""
+        self.begin(layer, expert, slab, slot)
+        self.admit(layer, expert, slot)
+
+    def begin(self, layer: int, expert: int, slab: np.ndarray, slot: int) -> None:
+        """Queue an expert's copy into a slot that `take` gave; nobody finds it, nor pushes it out, before `admit`."""
         pool = self._pool_of[layer]
         pool.place(slot, layer, expert)
         target = View(int(pool.addresses[slot]), (slab.nbytes,), "u8")
         self.device.load(target, slab, self.device.copy)
+
+    def admit(self, layer: int, expert: int, slot: int) -> None:
+        """Let kernels that are queued from now on find an expert whose copy was begun."""
+        pool = self._pool_of[layer]
+        address = int(pool.addresses[slot])
         pool.arrive(slot, 0)
-        self.table.set(layer, expert, target.ptr)
+        self.table.set(layer, expert, address)
         if slot not in pool.transit:
-            self.reach.set(layer, expert, target.ptr)
+            self.reach.set(layer, expert, address)
             self._is_elsewhere[layer, expert] = True
+
+    def value(self, layer: int, expert: int) -> float:
+        """What an expert is worth, as `refresh` found it last."""
+        return float(self._worth[layer, expert])
 
     def take(self, layer: int, above: float | None = None) -> int | None:
         """A slot for an expert of a layer, emptied if need be.
@@ -131,6 +149,9 @@ class VramTier:
     def drop(self, pool: VramSlots, slot: int) -> None:
         """Forget a slot's expert; the caller owns the slot then."""
         layer, expert = int(pool.layer[slot]), int(pool.expert[slot])
+        if (layer, expert) in self.unused:
+            self.unused.discard((layer, expert))
+            self.num_wasted += 1
         self.table.set(layer, expert, 0)
         if slot not in pool.transit:
             self.reach.set(layer, expert, 0)

@@ -12,11 +12,12 @@ from glm_gpu.kernels.gpu.arrays import DeviceMatrix, Launcher, View
 from glm_gpu.kernels.gpu.norm import rms_norm
 from glm_gpu.model.device_layer import Compute, Place, decoder_layer, draft_input
 from glm_gpu.model.device_part import LOGIT_ROWS, DevicePart, Ends, PassShape, Workspace, rounded_count
-from glm_gpu.model.weights import read_layer, read_mtp
+from glm_gpu.model.weights import MoeWeights, read_layer, read_mtp
 from glm_gpu.quant import Format
 from glm_gpu.recipe import Recipe
 from glm_gpu.slab import SlabLayout
 from glm_gpu.tensors import expected_tensors
+from glm_gpu.tiers.store import MAX_PREFETCH_ROWS
 
 _UNLIMITED = 1 << 60
 
@@ -72,7 +73,8 @@ def dry_run(
         layout = SlabLayout(expert, config.hidden_size, config.moe_intermediate_size, scale_type)
         place = Place(config, device.launcher, workspace.scratch())
         offsets = dict.fromkeys(("latent", "index_key", "key", "value"), 0)
-        decoder_layer(x, weights, place, inputs, offsets, _Experts(layout), ids)
+        is_guessing = isinstance(weights.mlp, MoeWeights) and num_rows <= MAX_PREFETCH_ROWS
+        decoder_layer(x, weights, place, inputs, offsets, _Experts(layout), ids, weights if is_guessing else None)
 
     for layer in _kinds(config):
         run(read_layer(_Shapes(shapes, f"model.layers.{layer}.", formats), config, layer), recipe.expert)
@@ -117,7 +119,7 @@ class _Experts:
     def __init__(self, layout: SlabLayout) -> None:
         self.layout = layout
 
-    def chosen(self, ids: View) -> None:
+    def chosen(self, ids: View, guess: View | None) -> None:
         pass
 
     def compute_resident(self, compute: Compute) -> None:

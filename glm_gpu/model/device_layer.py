@@ -48,8 +48,8 @@ class LayerExperts(Protocol):
 
     layout: SlabLayout
 
-    def chosen(self, ids: View) -> None:
-        """The router's choice, [T, K] i32, is queued."""
+    def chosen(self, ids: View, guess: View | None) -> None:
+        """The router's choice, [T, K] i32, is queued, and a guess of the next sparse layer's."""
 
     def compute_resident(self, compute: Compute) -> None:
         """Queue the experts that need not be moved first; never waits."""
@@ -110,6 +110,7 @@ def decoder_layer(
     offsets: dict[str, int],
     experts: LayerExperts | None,
     ids: View | None,
+    upcoming: LayerWeights | None = None,
 ) -> None:
     """Add a layer's contributions to the residual stream, in place.
 
@@ -119,6 +120,7 @@ def decoder_layer(
         offsets: bytes from a sequence's cache to each stream of this layer.
         experts: of a sparse layer.
         ids: [T, K] i32, where a sparse layer puts its choice.
+        upcoming: the next layer, a sparse one, if its choice is to be guessed: by its router, on this layer's state.
     """
     marked = place.scratch.used_bytes
     if isinstance(weights.attention, HeadAttentionWeights):
@@ -131,7 +133,7 @@ def decoder_layer(
         _add_mlp(x, h, weights.mlp, place)
     else:
         assert experts is not None and ids is not None
-        _add_moe(x, weights.post_attention_norm, weights.mlp, place, experts, ids)
+        _add_moe(x, weights, place, experts, ids, None if upcoming is None else _guess(x, ids, upcoming, place))
     place.scratch.cut(marked)
 
 
@@ -301,23 +303,19 @@ def _head_attention(
     project(launcher, reshaped(mixed, num_rows, -1), weights.output, x, add=x)
 
 
-def _add_moe(
-    x: View,
-    norm: View,
-    weights: MoeWeights,
-    place: Place,
-    experts: LayerExperts,
-    ids: View,
-) -> None:
-    config, launcher, layout = place.config, place.launcher, experts.layout
-    num_rows, num_choices = ids.shape
-    num_experts, num_pairs = config.n_routed_experts, num_rows * num_choices
-    h = place.take(num_rows, config.hidden_size)
-    split = place.take(num_rows, config.hidden_size, dtype=HALF)
-    rms_norm(launcher, x, norm, config.rms_norm_eps, out=h, split=split)
-    expert_weights = place.take(num_rows, num_choices)
+def _guess(x: View, ids: View, upcoming: LayerWeights, place: Place) -> View:
+    """What a later layer's router would choose for a residual stream: [T, K] i32."""
+    assert isinstance(upcoming.mlp, MoeWeights)
+    h, guess = place.take(*x.shape), place.take(*ids.shape, dtype="i32")
+    rms_norm(place.launcher, x, upcoming.post_attention_norm, place.config.rms_norm_eps, out=h)
+    _route(h, upcoming.mlp, place, guess, place.take(*ids.shape))
+    return guess
+
+
+def _route(h: View, weights: MoeWeights, place: Place, ids: View, expert_weights: View) -> None:
+    config = place.config
     route(
-        launcher,
+        place.launcher,
         h,
         weights.gate,
         weights.bias,
@@ -325,11 +323,22 @@ def _add_moe(
         config.topk_group,
         config.norm_topk_prob,
         config.routed_scaling_factor,
-        place.take(num_parts(config.hidden_size), num_rows, num_experts),
+        place.take(num_parts(config.hidden_size), h.shape[0], config.n_routed_experts),
         ids,
         expert_weights,
     )
-    experts.chosen(ids)
+
+
+def _add_moe(x: View, layer: LayerWeights, place: Place, experts: LayerExperts, ids: View, guess: View | None) -> None:
+    config, launcher, layout, weights = place.config, place.launcher, experts.layout, layer.mlp
+    num_rows, num_choices = ids.shape
+    num_experts, num_pairs = config.n_routed_experts, num_rows * num_choices
+    h = place.take(num_rows, config.hidden_size)
+    split = place.take(num_rows, config.hidden_size, dtype=HALF)
+    rms_norm(launcher, x, layer.post_attention_norm, config.rms_norm_eps, out=h, split=split)
+    expert_weights = place.take(num_rows, num_choices)
+    _route(h, weights, place, ids, expert_weights)
+    experts.chosen(ids, guess)
     tile_rows = rows_per_tile(num_rows, num_choices, num_experts)
     num_tiles = max_tiles(num_rows, num_choices, num_experts, tile_rows)
     tile_experts, pairs = place.take(num_tiles, dtype="i32"), place.take(num_tiles, tile_rows, dtype="i32")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from glm_gpu.kernels.gpu.projection import embed, project
 from glm_gpu.kernels.gpu.sampling import argmax, num_blocks
 from glm_gpu.kernels.rope import rope_tables
 from glm_gpu.model.device_experts import CompleteLayer, SteppedLayer
-from glm_gpu.model.device_layer import HALF, LayerExperts, PassInputs, Place, decoder_layer, draft_input, rows_of
+from glm_gpu.model.device_layer import HALF, PassInputs, Place, decoder_layer, draft_input, rows_of
 from glm_gpu.model.indexer import Selection
 from glm_gpu.model.weights import LayerWeights, MoeWeights, MtpWeights
 from glm_gpu.tiers.device_store import DeviceStore
@@ -251,8 +252,8 @@ class DevicePart:
         """
         place = self._place()
         run = LayerRun(self._x(inputs.num_rows), place, inputs, store, num_decode, is_reaching)
-        for layer, weights in self.layers.items():
-            self._run_layer(run, layer, weights, self._offsets[layer])
+        for layer, following in zip_longest(self.layers, [*self.layers][1:]):
+            self._run_layer(run, layer, self.layers[layer], self._offsets[layer], following)
         return run.complete
 
     def run_draft(self, inputs: PassInputs, store: DeviceStore, num_decode: int, is_reaching: bool) -> list[int]:
@@ -268,13 +269,23 @@ class DevicePart:
         rms_norm(self.device.launcher, x, weights.head_norm, self.config.rms_norm_eps, out=x)
         return run.complete
 
-    def _run_layer(self, run: "LayerRun", layer: int, weights: LayerWeights, offsets: dict[str, int]) -> None:
-        experts = ids = None
+    def _run_layer(
+        self,
+        run: "LayerRun",
+        layer: int,
+        weights: LayerWeights,
+        offsets: dict[str, int],
+        following: int | None = None,
+    ) -> None:
+        experts = ids = upcoming = None
+        if following is not None and not run.guesses(following, self.layers[following]):
+            following = None
         if isinstance(weights.mlp, MoeWeights):
             index, of_pass = self.numbers.index(layer), run.inputs.ids
             ids = View(rows_of(of_pass, index, index + 1).ptr, of_pass.shape[1:], "i32")
-            experts = run.experts(layer)
-        decoder_layer(run.x, weights, run.place, run.inputs, offsets, experts, ids)
+            experts = run.experts(layer, following)
+            upcoming = None if experts.following is None else self.layers[experts.following]
+        decoder_layer(run.x, weights, run.place, run.inputs, offsets, experts, ids, upcoming)
 
     def _place(self) -> Place:
         return Place(self.config, self.device.launcher, self.workspace.scratch())
@@ -339,12 +350,21 @@ class LayerRun:
     is_reaching: bool
     complete: list[int] = field(default_factory=list)
 
-    def experts(self, layer: int) -> LayerExperts:
-        """A sparse layer's experts: all at hand, or some still to come."""
+    def guesses(self, layer: int, weights: LayerWeights) -> bool:
+        """Whether the experts of a layer shall be guessed in the one before it."""
+        is_sparse = isinstance(weights.mlp, MoeWeights)
+        return is_sparse and not self.is_reaching and self.store.wants_prefetch(layer, self.inputs.num_rows)
+
+    def experts(self, layer: int, following: int | None) -> CompleteLayer | SteppedLayer:
+        """A sparse layer's experts: all at hand, or some still to come.
+
+        Args:
+            following: the next layer, if its experts are guessed in this one.
+        """
         store = self.store
         tier = store.tier_of(layer)
         table = tier.reach if self.is_reaching else tier.table
         if not table.is_complete(layer):
-            return SteppedLayer(store, layer, self.num_decode)
+            return SteppedLayer(store, layer, self.num_decode, following)
         self.complete.append(layer)
         return CompleteLayer(store.layout(layer), table.row(layer))

@@ -10,7 +10,6 @@ from glm_gpu.device import Arena, aligned
 from glm_gpu.errors import RequestError
 from glm_gpu.kernels.gpu.arrays import DeviceMatrix, View
 from glm_gpu.quant import QuantizedMatrix
-from glm_gpu.recipe import Recipe
 from glm_gpu.tensors import expected_tensors
 
 # Arrays of one layer, each of which begins at an aligned place of its arena.
@@ -41,21 +40,14 @@ def arena_bytes(num_bytes: int, num_layers: int) -> int:
     return num_bytes + num_layers * aligned(1) * _MAX_ARRAYS
 
 
-def check_formats(config: ModelConfig, recipe: Recipe) -> None:
-    """Refuse what the kernels of devices do not multiply.
+def check_widths(config: ModelConfig) -> None:
+    """Refuse what the kernels of devices cannot multiply.
 
     Raises:
-        RequestError: a class of weights is f32 or int2, or a width is odd to the kernels' words.
+        RequestError: a width is odd to the kernels' words.
     """
     for name, shape in expected_tensors(config).items():
-        format = recipe.format_for(name, config)
-        if len(shape) != 2 or (format.name == "f32" and name.endswith(("mlp.gate.weight", "weights_proj.weight"))):
-            continue
-        if format.name == "f32" or format.bits == 2:
-            raise RequestError(
-                f"{name} as {format.name} cannot be multiplied on a GPU; use 4, 8 or 16 bits, or --device cpu"
-            )
-        if shape[1] % 4:
+        if len(shape) == 2 and shape[1] % 4:
             raise RequestError(f"{name} has {shape[1]} columns, a GPU needs a multiple of 4; use --device cpu")
 
 

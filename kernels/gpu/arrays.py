@@ -57,7 +57,7 @@ class DeviceMatrix:
     """A weight [O, I] in a device's memory, byte for byte as QuantizedMatrix holds it.
 
     Attributes:
-        format: "int4_g64", "int4_g128", "int4", "int8", "bf16" or "f32".
+        format: any of `glm_gpu.quant.FORMATS`.
         shape: (O, I); I is a multiple of 4.
         data: packed: u8 [O, row_bytes]; plain: bf16 or f32 [O, I].
         scales: f32 or f16 [O, num_groups]; None for plain numbers.

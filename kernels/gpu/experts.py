@@ -16,6 +16,7 @@ from glm_gpu.kernels.gpu.product import (
     product_kernel,
     tile_rows,
     tiles,
+    word_bytes,
     words,
 )
 from glm_gpu.slab import SlabLayout
@@ -149,11 +150,11 @@ def expert_output(
 
 def _slab_constants(layout: SlabLayout, roles: tuple[str, ...]) -> dict[str, int | str]:
     """Byte offsets of matrices and their scales in a slab."""
-    word_bytes, scale_bytes = layout.format.bits // 2, layout.scale_dtype.itemsize
+    item_bytes, scale_bytes = word_bytes(layout.format), layout.scale_dtype.itemsize
     constants = {}
     for role in roles:
         data, scales = layout.parts[role][0], layout.parts.get(f"{role}.qs", (0,))[0]
-        assert data % word_bytes == 0 and scales % scale_bytes == 0, f"parts of {layout} lie between two items"
+        assert data % item_bytes == 0 and scales % scale_bytes == 0, f"parts of {layout} lie between two items"
         constants |= {role.upper(): data, f"{role.upper()}_SCALES": scales}
     return constants | {"SCALE": "f16" if scale_bytes == 2 else "f32"}
 

@@ -7,7 +7,7 @@ either, and in any company. (Tiles of 64 rows run on two warps: with four, Hoppe
 
 from functools import cache
 
-from glm_gpu.kernels.gpu.arrays import DeviceMatrix, Kernel, View, retype
+from glm_gpu.kernels.gpu.arrays import ITEM_BYTES, DeviceMatrix, Kernel, View, retype
 from glm_gpu.quant import Format
 
 BLOCK_M = 16
@@ -21,14 +21,19 @@ _NUM_STAGES = 3
 _MAX_REGISTERS = {BLOCK_M: 168, WIDE_BLOCK_M: 255}
 # Columns of int4 that a loop takes before it jumps back; 64 rows have no registers for more.
 _UNROLLED = {BLOCK_M: 256, WIDE_BLOCK_M: 128}
-# Words of a row: four int4 in 16 bits, four int8 in 32, four bf16 in 64.
-_WORDS = {4: "u16", 8: "u32", 16: "u64"}
+# Words of a row: four int2 in 8 bits, four int4 in 16, four int8 in 32, four bf16 in 64; f32 numbers are left alone.
+_WORDS = {2: "u8", 4: "u16", 8: "u32", 16: "u64", 32: "f32"}
 
 
 def words(matrix: DeviceMatrix) -> View:
-    """A matrix's data as words of four weights."""
+    """A matrix's data as words of four weights, or as it is."""
     assert matrix.shape[1] % 4 == 0, f"a weight of {matrix.shape[1]} columns; devices need a multiple of 4"
     return retype(matrix.data, _WORDS[matrix.format.bits])
+
+
+def word_bytes(format: Format) -> int:
+    """Bytes of one of those."""
+    return ITEM_BYTES[_WORDS[format.bits]]
 
 
 def tile_rows(num_rows: float) -> int:
@@ -51,7 +56,8 @@ def product_constants(format: Format, num_inputs: int, block_m: int, block_n: in
         block_m, block_n: rows and outputs of a tile.
     """
     assert format.bits in _WORDS and num_inputs % 4 == 0, (format.name, num_inputs)
-    block_k = format.group or (128 if format.bits == 4 else 64)
+    # f32 numbers become three each: more of them at a time would not fit the registers
+    block_k = format.group or {32: 32, 16: 64, 8: 64}.get(format.bits, 128)
     return {
         "BITS": format.bits,
         "GROUP": format.group or 0,

@@ -63,15 +63,26 @@ class Bench:
 
         return lambda table: self.device.compute.queue(lambda: look(table))
 
-    def run(self, layer: int, choices, phase="decode") -> list[list[int]]:
+    def run(self, layer: int, choices, phase="decode", guess=None) -> list[list[int]]:
         """A layer of a pass: what its kernels found at once, then each part."""
         self.seen = []
         self.compute(layer)(self.tier.table.row(layer))
         self.device.compute.record().synchronize()  # as a pass waits for the router's choice
         num_decode = len(choices) if phase == "decode" else 0
-        self.store.compute_missing(layer, np.array(choices, np.int32), num_decode, self.compute(layer))
+        self.store.compute_missing(layer, np.array(choices, np.int32), num_decode, self.compute(layer), guess)
         self.device.compute.synchronize()
         return self.seen
+
+    def missing(self, layer: int) -> list[int]:
+        """Experts of a layer that are not in VRAM."""
+        return [expert for expert in range(self.num_experts) if not self.tier.table.address(layer, expert)]
+
+    def bring_to_host(self, layer: int, experts: list[int], num_uses: int = 40) -> None:
+        """Have experts in the host's slots, and hot."""
+        for _ in range(num_uses):
+            self.store.count(layer, np.array([experts] * 2), 2)
+        with self.store.lease(layer, np.array(experts), len(experts)) as lease:
+            assert sum(len(members) for members, _ in lease.parts()) == len(experts)
 
 
 @pytest.fixture
@@ -102,7 +113,8 @@ def test_the_hottest_experts_are_in_vram_from_the_beginning(open_bench):
 
 
 @pytest.mark.parametrize(("num_slots", "num_transit"), [(2, 0), (3, 0), (5, 2), (8, 4), (16, 0)])
-def test_kernels_find_every_expert_chosen_and_its_own_bytes(open_bench, num_slots, num_transit):
+def test_kernels_find_every_expert_chosen_and_its_own_bytes(open_bench, monkeypatch, num_slots, num_transit):
+    monkeypatch.setattr("glm_gpu.tiers.vram_tier.HYSTERESIS", 0.0)  # so that guesses find slots
     rng = np.random.default_rng(1)
     with open_bench(num_slots, num_transit) as bench:
         for number in range(12):
@@ -110,11 +122,15 @@ def test_kernels_find_every_expert_chosen_and_its_own_bytes(open_bench, num_slot
             bench.store.begin_pass(phase)
             for layer in bench.layers:
                 choices = np.argsort(rng.random((num_rows, bench.num_experts)), axis=1)[:, :3]
-                here, *parts = bench.run(layer, choices, phase)
+                guess = None
+                if phase == "decode" and layer == bench.layers[0]:
+                    guess = bench.layers[1], np.sort(rng.permutation(bench.num_experts)[:4])
+                here, *parts = bench.run(layer, choices, phase, guess)
                 wanted = set(np.unique(choices).tolist())
                 late = [expert for part in parts for expert in part]
                 assert wanted <= set(here) | set(late)
                 assert len(late) == len(set(late)) and not set(late) & set(here)
+        assert bench.store.counters.copied_ahead > 0 or num_slots < 16  # where the layer's own work holds most slots
 
 
 def test_a_prompt_goes_through_transit_and_leaves_the_others_alone(open_bench):
@@ -141,6 +157,81 @@ def test_between_steps_experts_that_have_become_hot_move_up(open_bench):
         assert all(bench.tier.table.address(layer, expert) for expert in missing)
         (seen,) = bench.run(layer, [missing])
         assert set(missing) <= set(seen)
+
+
+@pytest.mark.parametrize("is_eager", [False, True])
+def test_experts_guessed_in_the_layer_before_are_computed_before_those_that_nobody_guessed(open_bench, is_eager):
+    with open_bench(12) as bench:
+        layer, following = bench.layers
+        first, second, third, never = bench.missing(following)[:4]
+        bench.bring_to_host(following, [first, second, never])
+        bench.store.begin_pass("decode")
+        bench.device.copy.is_eager = is_eager
+        bench.run(layer, [[0, 1, 2]] * 2, guess=(following, np.array(sorted([first, second, never]))))
+        assert set(bench.missing(following)) >= {first, second, never}  # nobody finds them before they are claimed
+        loaded_bytes = bench.device.loaded_bytes
+        _, *parts = bench.run(following, [[first, second, third]] * 2)
+        assert parts == [sorted([first, second]), [third]]
+        tables = 8 * bench.num_experts * 3  # of the layer, and of two parts
+        assert bench.device.loaded_bytes - loaded_bytes <= bench.files.layout(following).nbytes + tables
+        counters = bench.store.counters
+        assert (counters.copied_ahead, counters.ahead_used, counters.ahead_late) == (3, 2, 0 if is_eager else 2)
+        assert (counters.guessed, counters.guessed_right, counters.needed) == (3, 2, 3)
+        bench.store.begin_pass("decode")
+        (seen,) = bench.run(following, [[never, first, second]] * 2)  # brought up in vain, and there now
+        assert never in seen
+        assert (counters.ahead_used, counters.ahead_wasted) == (3, 0)
+
+
+def test_a_guess_takes_free_or_colder_slots_alone_and_is_counted_where_it_was_in_vain(open_bench):
+    with open_bench(6) as bench:
+        layer, following = bench.layers
+        cold, hot = bench.missing(following)[:2]
+        bench.bring_to_host(following, [cold], num_uses=0)
+        bench.bring_to_host(following, [hot], num_uses=20)
+        held = [e for e in range(bench.num_experts) if e not in bench.missing(layer)]
+        assert len(held) == 6
+        bench.store.count(layer, np.array([held] * 2), 2)
+        for _ in range(10):
+            bench.store.count(layer, np.array([held[:2]] * 2), 2)
+        bench.store.begin_pass("decode")
+        bench.run(layer, [held[2:4]] * 2, guess=(following, np.array([cold])))
+        assert bench.store.counters.copied_ahead == 0
+        bench.run(layer, [held[2:4]] * 2, guess=(following, np.array([hot])))
+        assert bench.store.counters.copied_ahead == 1
+        assert not {*held[:4]} & {*bench.missing(layer)}  # what is hot, and what the layer computes with
+        bench.store.begin_pass("decode")
+        for _ in range(3):  # every slot is wanted for others
+            bench.run(layer, [bench.missing(layer)[:6]] * 2)
+        assert bench.store.counters.ahead_wasted == 1
+
+
+def test_copies_ahead_leave_most_slots_to_what_is_wanted_now(open_bench):
+    with open_bench(4) as bench:
+        layer, following = bench.layers
+        wanted = bench.missing(following)[:4]
+        bench.bring_to_host(following, wanted)
+        bench.store.begin_pass("decode")
+        bench.run(layer, [[0] * 4] * 2, guess=(following, np.array(wanted)))
+        assert bench.store.counters.copied_ahead == 1
+        others = bench.missing(layer)[:4]
+        _, *parts = bench.run(layer, [others] * 2)
+        assert set(others) <= {expert for part in parts for expert in part}
+
+
+def test_a_guess_that_the_host_has_not_is_read_before_its_layer_asks(open_bench):
+    with open_bench(6, num_host=4) as bench:
+        layer, following = bench.layers
+        host = bench.store._residency.pool(following)
+        wanted = bench.missing(following)
+        (far,) = [e for e in wanted if host.find(following, np.array([e]))[0] < 0][:1]
+        for _ in range(40):
+            bench.store.count(following, np.array([[far]]), 1)
+        bench.store.begin_pass("decode")
+        bench.run(layer, [[0]], guess=(following, np.array([far])))
+        assert far in bench.run(following, [[far]])[-1]
+        counts = bench.store.counters.phases["decode"]
+        assert counts.prefetched + counts.late == 1
 
 
 def test_pinned_host_memory_completes_the_table_and_is_held_while_it_does(open_bench, monkeypatch):

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from glm_gpu.kernels.gpu.source.product import product, split_columns
+from glm_gpu.kernels.gpu.source.product import product, split_columns, weight_rows
 
 
 @triton.jit
@@ -30,23 +30,27 @@ def slab_rows(
 
     Offsets are added to pointers: added to the address before, they would cost the compiler what it knows of alignment.
     """
-    if BITS == 4:
+    if BITS == 2:
+        words = tl.multiple_of(slab.to(tl.pointer_type(tl.uint8)), 16)
+    elif BITS == 4:
         words = tl.multiple_of(slab.to(tl.pointer_type(tl.uint16)), 16)
     elif BITS == 8:
         words = tl.multiple_of(slab.to(tl.pointer_type(tl.uint32)), 16)
-    else:
+    elif BITS == 16:
         words = tl.multiple_of(slab.to(tl.pointer_type(tl.uint64)), 16)
+    else:
+        words = tl.multiple_of(slab.to(tl.pointer_type(tl.float32)), 16)
     if SCALE == "f16":
         scales = tl.multiple_of(slab.to(tl.pointer_type(tl.float16)), 16)
         SCALE_BYTES: tl.constexpr = 2
     else:
         scales = tl.multiple_of(slab.to(tl.pointer_type(tl.float32)), 16)
         SCALE_BYTES: tl.constexpr = 4
-    WORD_BYTES: tl.constexpr = BITS // 2
+    WORD_BYTES: tl.constexpr = BITS // 2 if BITS < 32 else 4
     GROUPS: tl.constexpr = 1 if GROUP == 0 else (K + GROUP - 1) // GROUP
     words += DATA // WORD_BYTES + matrix * ((NEXT_DATA - DATA) // WORD_BYTES)
     scales += SCALES // SCALE_BYTES + matrix * ((NEXT_SCALES - SCALES) // SCALE_BYTES)
-    return words + w_row * (K // 4), scales + w_row * GROUPS
+    return weight_rows(words, w_row, K, BITS), scales + w_row * GROUPS
 
 
 @triton.jit
@@ -158,9 +162,9 @@ def mlp_hidden_kernel(
     x_rows = x_ptr + tl.minimum(row, num_rows - 1).to(tl.int64) * K
     w_row = tl.minimum(output, N - 1).to(tl.int64)
     GROUPS: tl.constexpr = 1 if GROUP == 0 else (K + GROUP - 1) // GROUP
-    words, scales = gate_ptr + w_row * (K // 4), gate_scales_ptr + w_row * GROUPS
+    words, scales = weight_rows(gate_ptr, w_row, K, BITS), gate_scales_ptr + w_row * GROUPS
     gate = product(x_rows, words, scales, K, BITS, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, UNROLL)
-    words, scales = up_ptr + w_row * (K // 4), up_scales_ptr + w_row * GROUPS
+    words, scales = weight_rows(up_ptr, w_row, K, BITS), up_scales_ptr + w_row * GROUPS
     up = product(x_rows, words, scales, K, BITS, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, UNROLL)
     hidden = silu_mul(gate, up).to(hidden_ptr.dtype.element_ty)
     is_stored = (row < num_rows)[:, None] & (output < N)[None, :]

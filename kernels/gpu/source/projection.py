@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from glm_gpu.kernels.gpu.source.product import product, split_columns, unpack
+from glm_gpu.kernels.gpu.source.product import dot_f32, product, split_columns, unpack, weight_rows
 
 
 @triton.jit
@@ -38,7 +38,7 @@ def project_kernel(
     GROUPS: tl.constexpr = 1 if GROUP == 0 else (K + GROUP - 1) // GROUP
     acc = product(
         x_ptr + x_row * (NUM_BATCHES * K) + batch * K,
-        w_ptr + w_row * (K // 4),
+        weight_rows(w_ptr, w_row, K, BITS),
         s_ptr + w_row * GROUPS,
         K,
         BITS,
@@ -101,14 +101,20 @@ def absorb_kernel(
                 scale = tl.load(s_ptr + w_row * GROUPS + tl.program_id(0) * 64 // GROUP, mask=is_d, other=0.0)
             q = q * scale.to(tl.float32)[None, :]
         q = q.to(dtype)
-        words = tl.load(
-            w_ptr + w_row[:, None] * (RANK // 4) + word[None, :], mask=is_d[:, None] & is_word[None, :], other=0
-        )
-        n0, n1, n2, n3 = unpack(words, BITS, dtype)
-        acc0 = tl.dot(q, n0, acc0)
-        acc1 = tl.dot(q, n1, acc1)
-        acc2 = tl.dot(q, n2, acc2)
-        acc3 = tl.dot(q, n3, acc3)
+        w_rows, is_weight = weight_rows(w_ptr, w_row, RANK, BITS), is_d[:, None] & is_word[None, :]
+        if BITS == 32:
+            w_tile = w_rows[:, None] + 4 * word[None, :]
+            acc0 = dot_f32(q, tl.load(w_tile, mask=is_weight, other=0.0), acc0, dtype)
+            acc1 = dot_f32(q, tl.load(w_tile + 1, mask=is_weight, other=0.0), acc1, dtype)
+            acc2 = dot_f32(q, tl.load(w_tile + 2, mask=is_weight, other=0.0), acc2, dtype)
+            acc3 = dot_f32(q, tl.load(w_tile + 3, mask=is_weight, other=0.0), acc3, dtype)
+        else:
+            words = tl.load(w_rows[:, None] + word[None, :], mask=is_weight, other=0)
+            n0, n1, n2, n3 = unpack(words, BITS, dtype)
+            acc0 = tl.dot(q, n0, acc0)
+            acc1 = tl.dot(q, n1, acc1)
+            acc2 = tl.dot(q, n2, acc2)
+            acc3 = tl.dot(q, n3, acc3)
     out = out_ptr + (row.to(tl.int64) * NUM_HEADS + head)[:, None] * OUT_WIDTH + 4 * word[None, :]
     is_stored = is_row[:, None] & is_word[None, :]
     tl.store(out, acc0.to(dtype), mask=is_stored)
@@ -133,8 +139,14 @@ def embed_kernel(
     word = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_word = word < WIDTH // 4
     w_row = tl.load(ids_ptr + row).to(tl.int64)
-    words = tl.load(w_ptr + w_row * (WIDTH // 4) + word, mask=is_word, other=0)
-    n0, n1, n2, n3 = unpack(words, BITS, tl.bfloat16)
+    w_begin = weight_rows(w_ptr, w_row, WIDTH, BITS)
+    if BITS == 32:
+        n0 = tl.load(w_begin + 4 * word, mask=is_word, other=0.0)
+        n1 = tl.load(w_begin + 4 * word + 1, mask=is_word, other=0.0)
+        n2 = tl.load(w_begin + 4 * word + 2, mask=is_word, other=0.0)
+        n3 = tl.load(w_begin + 4 * word + 3, mask=is_word, other=0.0)
+    else:
+        n0, n1, n2, n3 = unpack(tl.load(w_begin + word, mask=is_word, other=0), BITS, tl.bfloat16)
     out = out_ptr + row * WIDTH + 4 * word
     if BITS < 16:
         if GROUP == 0:

@@ -23,8 +23,8 @@ WIDE_ARCHS = (80, 90)
 DEFAULT = ("int4_g64", "bf16", "f32")
 OTHERS = {
     80: [("int4_g64", "f16", "f16")],
-    89: [("int4", "bf16", "f32")],
-    90: [("int4_g64", "f16", "f32"), ("int8", "bf16", "f32")],
+    89: [("int4", "bf16", "f32"), ("int2", "bf16", "f32")],
+    90: [("int4_g64", "f16", "f32"), ("int8", "bf16", "f32"), ("f32", "bf16", "f32")],
     100: [("int4_g128", "bf16", "f16")],
     120: [("int8", "f16", "f32"), ("bf16", "bf16", "f32")],
 }
@@ -41,9 +41,11 @@ def compiled():
         if arch in WIDE_ARCHS:
             record_products(recorder, 2048, *DEFAULT, Dimensions())
         for form in OTHERS[arch]:
-            record_products(others, 1, *form, Dimensions())
+            for num_rows in (1, 2048) if arch in WIDE_ARCHS else (1,):
+                record_products(others, num_rows, *form, Dimensions())
+            record_others(others, 1, *form, Dimensions())
         # one kernel with one product in its loop and one with two stand for the rest, which differ in their edges only
-        names = ("expert_output_kernel", "expert_hidden_kernel")
+        names = ("expert_output_kernel", "expert_hidden_kernel", "absorb_kernel", "embed_kernel")
         work += [(s, arch) for s in recorder.specializations]
         work += [(s, arch) for s in others.specializations if s.kernel.name in names]
     with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn")) as pool:

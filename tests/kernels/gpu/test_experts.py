@@ -30,7 +30,7 @@ from glm_gpu.kernels.matmul import matmul
 from glm_gpu.quant import Format, quantize
 from glm_gpu.slab import SlabLayout
 
-FORMATS = ("int4_g64", "int4_g128", "int4", "int8", "bf16")
+FORMATS = ("int4_g64", "int4_g128", "int4", "int8", "int2", "bf16", "f32")
 
 
 def choices(rng, num_rows, num_experts, k):

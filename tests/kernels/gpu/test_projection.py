@@ -8,7 +8,7 @@ from glm_gpu.kernels.gpu.projection import absorb_query, embed, expand_value, pr
 from glm_gpu.kernels.matmul import matmul
 from glm_gpu.quant import dequantize
 
-FORMATS = ("int4_g64", "int4_g128", "int4", "int8", "bf16")
+FORMATS = ("int4_g64", "int4_g128", "int4", "int8", "int2", "bf16", "f32")
 # f32 sums of at most 512 products, in another order than the specification's
 SUM_ERROR = 512 * 2.0**-24
 
@@ -47,7 +47,7 @@ def test_scales_may_be_f16(format):
 def test_every_byte_of_a_weight_is_unpacked_exactly(dtype):
     """Row r of the activations is one at column r: the outputs are the weights themselves."""
     data = np.arange(256, dtype=np.uint8).reshape(8, 32)
-    for name, width in (("int8", 32), ("int4", 64)):
+    for name, width in (("int8", 32), ("int4", 64), ("int2", 128)):
         w = random_matrix(np.random.default_rng(0), 8, width, name)
         w.data[...] = data
         w.scales[...] = 1.0
@@ -55,6 +55,15 @@ def test_every_byte_of_a_weight_is_unpacked_exactly(dtype):
         ones = narrow(np.eye(width, dtype=np.float32), dtype)
         project(checked(), view(split(ones)), matrix_view(w), view(out))
         np.testing.assert_array_equal(out.T, dequantize(w))
+
+
+def test_every_bit_of_an_f32_weight_counts():
+    w = random_matrix(np.random.default_rng(6), 24, 64, "f32")
+    w.data[...] *= np.exp2(np.random.default_rng(7).integers(-20, 20, w.shape)).astype(np.float32)
+    out = empty((64, 24), "f32")
+    ones = narrow(np.eye(64, dtype=np.float32), "bf16")
+    project(checked(), view(split(ones)), matrix_view(w), view(out))
+    np.testing.assert_array_equal(out.T, w.data)
 
 
 @pytest.mark.parametrize("num_rows", [19, 70])
