@@ -52,6 +52,11 @@ class Batch:
         """Positions that each row may attend to: [T] int32."""
         return self.positions + 1
 
+    @cached_property
+    def stops(self) -> np.ndarray:
+        """Where each span ends: [B] int32."""
+        return np.array([span.stop for span in self.spans], np.int32)
+
     @staticmethod
     def of(
         sequences: Sequence[tuple[Sequence[int], KVCache]],

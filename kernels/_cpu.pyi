@@ -15,6 +15,15 @@ def attend_latent(
     scale: float,
     out: np.ndarray,
 ) -> None: ...
+def attend_latents(
+    q: np.ndarray,
+    caches: tuple[np.ndarray, ...],
+    stops: np.ndarray,
+    rows: np.ndarray | None,
+    counts: np.ndarray,
+    scale: float,
+    out: np.ndarray,
+) -> None: ...
 def attend_explicit(
     q: np.ndarray,
     keys: np.ndarray,

@@ -31,6 +31,31 @@ def attend_latent(q, cache, value_width, rows, counts, scale):
     return _attend(q, cache, cache[:, :value_width], rows, counts, scale)
 
 
+def attend_latents(q, caches, stops, value_width, rows, counts, scale):
+    """`attend_latent` of tokens that belong to several sequences, in one call: the same bits.
+
+    Args:
+        q, value_width, rows, counts, scale: as in attend_latent.
+        caches: each sequence's cache, all of one type.
+        stops: [len(caches)] int32, ascending: tokens stops[i - 1] to stops[i] see cache i; the last is T.
+
+    Returns:
+        [T, H, R] f32.
+    """
+    out = np.empty((*q.shape[:2], value_width), dtype=np.float32)
+    if cpu.active:
+        arguments = np.ascontiguousarray(q), tuple(caches), _int32(stops), _int32(rows), _int32(counts), scale, out
+        cpu.active.attend_latents(*arguments)
+        return out
+    first = 0
+    for cache, stop in zip(caches, stops, strict=True):
+        mine = slice(first, stop)
+        chosen = None if rows is None else rows[mine]
+        out[mine] = _attend(q[mine], cache, cache[:, :value_width], chosen, counts[mine], scale)
+        first = stop
+    return out
+
+
 def attend_explicit(q, keys, values, rows, counts, scale):
     """Attention with a key and a value for every position; key heads are repeated for consecutive query heads.
 

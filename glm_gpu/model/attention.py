@@ -5,11 +5,11 @@ import numpy as np
 from glm_gpu.batch import Batch
 from glm_gpu.config import ModelConfig
 from glm_gpu.kernels.absorb import absorb_query, attend_absorbed, expand_value
-from glm_gpu.kernels.attention import attend_explicit, attend_latent
+from glm_gpu.kernels.attention import attend_explicit, attend_latents
 from glm_gpu.kernels.matmul import matmul, matmuls
 from glm_gpu.kernels.norm import rms_norm
 from glm_gpu.kernels.rope import rope_half, rope_interleaved
-from glm_gpu.model.indexer import Selection, dense_selections, select, store_rows
+from glm_gpu.model.indexer import Selection, dense_selections, joined, select, store_rows
 from glm_gpu.model.numerics import LATENT_NORM_EPS, Numerics
 from glm_gpu.model.weights import HeadAttentionWeights, LatentAttentionWeights
 from glm_gpu.quant import QuantizedMatrix, bf16_to_f32
@@ -87,11 +87,9 @@ def _attend_absorbed(
     num_heads, nope = q_nope.shape[1:]
     absorbed = absorb_query(q_nope, kv_b, kv_b.shape[0] // num_heads - nope)
     queries = np.concatenate([absorbed, q_rope], axis=2)  # [T, H, R + P]
-    mixed = [
-        attend_latent(queries[span.rows], cached, kv_b.shape[1], chosen.rows, chosen.counts, scale)
-        for span, cached, chosen in zip(batch.spans, caches, selections, strict=True)
-    ]
-    return expand_value(np.concatenate(mixed), kv_b, nope, activations)
+    chosen = joined(selections)
+    mixed = attend_latents(queries, caches, batch.stops, kv_b.shape[1], chosen.rows, chosen.counts, scale)
+    return expand_value(mixed, kv_b, nope, activations)
 
 
 def _attend_expanded(

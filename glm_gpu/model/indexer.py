@@ -27,6 +27,13 @@ class Selection:
     rows: np.ndarray | None
     counts: np.ndarray
 
+    def positions(self) -> np.ndarray:
+        """The positions themselves, [T, K] int32, padded with -1."""
+        if self.rows is not None:
+            return self.rows
+        positions = np.arange(self.counts.max(), dtype=np.int32)
+        return np.where(positions < self.counts[:, None], positions, np.int32(-1))
+
     def last_row(self) -> "Selection":
         """The selection of the last token alone."""
         return Selection(None if self.rows is None else self.rows[-1:], self.counts[-1:])
@@ -43,6 +50,20 @@ def store_rows(batch: Batch, layer: int, stream: str, rows: np.ndarray) -> None:
 def dense_selections(batch: Batch) -> list[Selection]:
     """For each span, every position up to the row's own."""
     return [Selection(None, batch.counts[span.rows]) for span in batch.spans]
+
+
+def joined(selections: list[Selection]) -> Selection:
+    """The selections of a pass's spans as one of all its rows."""
+    counts = np.concatenate([selection.counts for selection in selections])
+    if all(selection.rows is None for selection in selections):
+        return Selection(None, counts)
+    parts = [selection.positions() for selection in selections]
+    width, start = max(part.shape[1] for part in parts), 0
+    rows = np.full((len(counts), width), -1, np.int32)
+    for part in parts:
+        rows[start : start + len(part), : part.shape[1]] = part
+        start += len(part)
+    return Selection(rows, counts)
 
 
 def select(

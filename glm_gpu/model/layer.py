@@ -48,7 +48,7 @@ def decoder_layer(
     if probe is not None:
         probe("attended", layer, x)
         for selection in selections or ():
-            probe("selection", layer, _positions(selection))
+            probe("selection", layer, selection.positions())
     if upcoming is not None and isinstance(upcoming[1].mlp, MoeWeights) and store.wants_prefetch(upcoming[0], len(x)):
         following, next_weights = upcoming
         guess = guess_experts(x, next_weights.post_attention_norm, next_weights.mlp, config)
@@ -61,11 +61,3 @@ def decoder_layer(
     if probe is not None:
         probe("hidden", layer, x)
     return x, selections
-
-
-def _positions(selection: Selection) -> np.ndarray:
-    """A selection as [T, K] positions, padded with -1."""
-    if selection.rows is not None:
-        return selection.rows
-    positions = np.arange(selection.counts.max(), dtype=np.int32)
-    return np.where(positions < selection.counts[:, None], positions, -1)

@@ -44,6 +44,14 @@ INLINE ptrdiff_t position_of(const struct attention *a, int token, int j) {
     return a->rows ? a->rows[(ptrdiff_t)token * a->max_rows + j] : j;
 }
 
+INLINE const void *keys_of(const struct attention *a, int token) {
+    return a->token_keys ? a->token_keys[token] : a->keys;
+}
+
+INLINE const void *values_of(const struct attention *a, int token) {
+    return a->token_keys ? a->token_keys[token] : a->values;
+}
+
 INLINE float *score_line(const struct attention_pass *pass, int token, int head) {
     return pass->scores + ((ptrdiff_t)(token - pass->first_token) * pass->a->num_heads + head) * pass->padded;
 }
@@ -52,6 +60,7 @@ INLINE void score_tile(const struct attention_pass *pass, int token, int first_r
     const struct attention *a = pass->a;
     int share = a->num_heads / a->num_kv_heads;
     int last = a->counts[token] - 1;
+    const void *keys = keys_of(a, token);
     float room[TILE_COLUMNS] __attribute__((aligned(64)));
     for (int kv = 0; kv < a->num_kv_heads; kv++)
         for (int column = 0; column < a->key_width; column += TILE_COLUMNS) {
@@ -60,9 +69,9 @@ INLINE void score_tile(const struct attention_pass *pass, int token, int first_r
             for (int i = 0; i < ROWS; i++) /* the last row stands in for those beyond it */
                 offsets[i] = position_of(a, token, first_row + i < last ? first_row + i : last) * a->key_stride +
                              (ptrdiff_t)kv * a->key_head_stride + column;
-            load_tile(tile, a->keys, a->is_bf16, offsets, width);
+            load_tile(tile, keys, a->is_bf16, offsets, width);
             for (int i = 0; i < ROWS && first_row + ROWS + i <= last; i++)
-                prefetch_row(a->keys, a->is_bf16,
+                prefetch_row(keys, a->is_bf16,
                              position_of(a, token, first_row + ROWS + i) * a->key_stride +
                                  (ptrdiff_t)kv * a->key_head_stride + column,
                              width);
@@ -141,6 +150,7 @@ static void value_task(void *job, int chunk) {
     int first_head = kv * share + block;
     int num_heads = share - block < VALUE_HEADS ? share - block : VALUE_HEADS;
     int width = a->value_width - column < VALUE_COLUMNS ? a->value_width - column : VALUE_COLUMNS;
+    const void *values = values_of(a, token);
 
     float acc[VALUE_HEADS][VALUE_COLUMNS] __attribute__((aligned(64))) = {{0}};
     float rows[VALUE_ROWS][VALUE_COLUMNS] __attribute__((aligned(64)));
@@ -148,9 +158,9 @@ static void value_task(void *job, int chunk) {
     for (int first = 0; first < count; first += VALUE_ROWS) {
         int num_rows = count - first < VALUE_ROWS ? count - first : VALUE_ROWS;
         for (int j = 0; j < num_rows; j++)
-            widen_row(rows[j], a->values, a->is_bf16, value_offset(a, token, first + j, kv) + column, width);
+            widen_row(rows[j], values, a->is_bf16, value_offset(a, token, first + j, kv) + column, width);
         for (int j = first + VALUE_ROWS; j < count && j < first + 2 * VALUE_ROWS; j++)
-            prefetch_row(a->values, a->is_bf16, value_offset(a, token, j, kv) + column, width);
+            prefetch_row(values, a->is_bf16, value_offset(a, token, j, kv) + column, width);
         float *weights[VALUE_HEADS];
         for (int h = 0; h < num_heads; h++) weights[h] = score_line(pass, token, first_head + h) + first;
         for (int c = 0; c < VALUE_COLUMNS; c += 16 * VALUE_LANES) {

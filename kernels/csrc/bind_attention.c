@@ -3,15 +3,20 @@
 #include <stdlib.h>
 #include <string.h>
 
-/* Every position a token sees must exist; rows may be absent, then tokens see positions 0 .. counts[t]-1. */
-static bool check_rows(struct attention *a, const struct array *rows, const struct array *counts, Py_ssize_t size) {
-    Py_ssize_t limit = rows->data ? rows->shape[1] : size;
+/* Rows may be absent, then tokens see positions 0 .. counts[t]-1. */
+static bool take_rows(struct attention *a, const struct array *rows, const struct array *counts) {
     if (!array_size(counts, "counts", 0, a->num_tokens)) return false;
     if (rows->data && !array_size(rows, "rows", 0, a->num_tokens)) return false;
     a->counts = counts->data;
     a->rows = rows->data;
     a->max_rows = rows->data ? (int)rows->shape[1] : 0;
-    for (int t = 0; t < a->num_tokens; t++) {
+    return true;
+}
+
+/* Every position that tokens first .. stop-1 see must exist in a cache of `size`. */
+static bool check_rows(const struct attention *a, int first, int stop, Py_ssize_t size) {
+    Py_ssize_t limit = a->rows ? a->max_rows : size;
+    for (int t = first; t < stop; t++) {
         if (a->counts[t] < 1 || a->counts[t] > limit) {
             PyErr_Format(PyExc_ValueError, "counts: token %d sees %d rows, expected 1 to %zd", t, a->counts[t], limit);
             return false;
@@ -41,6 +46,14 @@ static bool read_rows(struct array *rows, PyObject *object) {
     return object == Py_None || array_read(rows, object, "rows", "i", 2);
 }
 
+/* Values are the first columns of a cached row, as wide as a query. */
+static bool check_heads(const struct array *q, const struct array *out) {
+    if (out->shape[2] >= 1 && out->shape[2] <= q->shape[2] && q->shape[1] >= 1) return true;
+    PyErr_Format(PyExc_ValueError, "out: found %zd heads of %zd values, expected at least 1 of 1 to %zd", q->shape[1],
+                 out->shape[2], q->shape[2]);
+    return false;
+}
+
 static PyObject *py_attend_latent(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
     (void)self;
     struct array q = {0}, cache = {0}, rows = {0}, counts = {0}, out = {0};
@@ -49,12 +62,7 @@ static PyObject *py_attend_latent(PyObject *self, PyObject *const *args, Py_ssiz
               array_read(&cache, args[1], "cache", "fH", 2) && array_size(&cache, "cache", 1, q.shape[2]) &&
               read_rows(&rows, args[2]) && array_read(&counts, args[3], "counts", "i", 1) &&
               float_argument(args[4], &scale) && array_write(&out, args[5], "out", "f", 3) &&
-              array_size(&out, "out", 0, q.shape[0]) && array_size(&out, "out", 1, q.shape[1]);
-    if (ok && (out.shape[2] < 1 || out.shape[2] > q.shape[2] || q.shape[1] < 1)) {
-        PyErr_Format(PyExc_ValueError, "out: found %zd heads of %zd values, expected at least 1 of 1 to %zd", q.shape[1],
-                     out.shape[2], q.shape[2]);
-        ok = false;
-    }
+              array_size(&out, "out", 0, q.shape[0]) && array_size(&out, "out", 1, q.shape[1]) && check_heads(&q, &out);
     if (ok) {
         int width = (int)q.shape[2];
         struct attention a = {
@@ -63,9 +71,83 @@ static PyObject *py_attend_latent(PyObject *self, PyObject *const *args, Py_ssiz
             .num_kv_heads = 1, .key_width = width, .value_width = (int)out.shape[2], .scale = (float)scale,
             .out = out.data,
         };
-        ok = check_rows(&a, &rows, &counts, cache.shape[0]) && run(&a);
+        ok = take_rows(&a, &rows, &counts) && check_rows(&a, 0, a.num_tokens, cache.shape[0]) && run(&a);
     }
     array_release(&q), array_release(&cache), array_release(&rows), array_release(&counts), array_release(&out);
+    if (!ok) return NULL;
+    Py_RETURN_NONE;
+}
+
+/* Caches of several sequences, and for each token the one that it sees. */
+struct sequences {
+    struct array *caches;
+    const void **of_token;
+    Py_ssize_t num;
+};
+
+/* Tokens stops[i-1] .. stops[i]-1 are of cache i; what they see of it must exist. */
+static bool read_sequences(struct sequences *s, PyObject *caches, const struct array *stops, struct attention *a) {
+    Py_ssize_t num = PyTuple_Check(caches) ? PyTuple_Size(caches) : 0;
+    if (num < 1) {
+        PyErr_SetString(PyExc_TypeError, "caches: expected a tuple of at least one array");
+        return false;
+    }
+    if (!array_size(stops, "stops", 0, num)) return false;
+    s->caches = calloc(num, sizeof *s->caches);
+    s->of_token = malloc((a->num_tokens + 1) * sizeof *s->of_token);
+    if (!s->caches || !s->of_token) {
+        PyErr_NoMemory();
+        return false;
+    }
+    const int32_t *stop = stops->data;
+    for (int first = 0; s->num < num; first = stop[s->num++]) {
+        struct array *cache = &s->caches[s->num];
+        const char *types = s->num == 0 ? "fH" : s->caches[0].type == 'H' ? "H" : "f";
+        if (stop[s->num] < first || stop[s->num] > a->num_tokens || (s->num == num - 1 && stop[s->num] < a->num_tokens)) {
+            PyErr_Format(PyExc_ValueError, "stops: found %d behind %d, expected them to ascend to %d", stop[s->num], first,
+                         a->num_tokens);
+            return false;
+        }
+        if (!array_read(cache, PyTuple_GetItem(caches, s->num), "cache", types, 2)) return false;
+        for (int t = first; t < stop[s->num]; t++) s->of_token[t] = cache->data;
+        if (!array_size(cache, "cache", 1, a->key_width) || !check_rows(a, first, stop[s->num], cache->shape[0])) {
+            s->num++;
+            return false;
+        }
+    }
+    a->token_keys = s->of_token;
+    a->is_bf16 = s->caches[0].type == 'H';
+    return true;
+}
+
+static void release_sequences(struct sequences *s) {
+    for (Py_ssize_t i = 0; i < s->num; i++) array_release(&s->caches[i]);
+    free(s->caches);
+    free(s->of_token);
+}
+
+/* attend_latents(q, caches, stops, rows, counts, scale, out) */
+static PyObject *py_attend_latents(PyObject *self, PyObject *const *args, Py_ssize_t nargs) {
+    (void)self;
+    struct array q = {0}, stops = {0}, rows = {0}, counts = {0}, out = {0};
+    struct sequences sequences = {0};
+    double scale;
+    bool ok = num_arguments("attend_latents", nargs, 7) && array_read(&q, args[0], "q", "f", 3) &&
+              array_read(&stops, args[2], "stops", "i", 1) && read_rows(&rows, args[3]) &&
+              array_read(&counts, args[4], "counts", "i", 1) && float_argument(args[5], &scale) &&
+              array_write(&out, args[6], "out", "f", 3) && array_size(&out, "out", 0, q.shape[0]) &&
+              array_size(&out, "out", 1, q.shape[1]) && check_heads(&q, &out);
+    if (ok) {
+        int width = (int)q.shape[2];
+        struct attention a = {
+            .q = q.data, .key_stride = width, .value_stride = width, .num_tokens = (int)q.shape[0],
+            .num_heads = (int)q.shape[1], .num_kv_heads = 1, .key_width = width, .value_width = (int)out.shape[2],
+            .scale = (float)scale, .out = out.data,
+        };
+        ok = take_rows(&a, &rows, &counts) && read_sequences(&sequences, args[1], &stops, &a) && run(&a);
+    }
+    release_sequences(&sequences);
+    array_release(&q), array_release(&stops), array_release(&rows), array_release(&counts), array_release(&out);
     if (!ok) return NULL;
     Py_RETURN_NONE;
 }
@@ -138,7 +220,7 @@ static PyObject *py_attend_absorbed(PyObject *self, PyObject *const *args, Py_ss
             .is_bf16 = cache.type == 'H', .num_tokens = (int)q_nope.shape[0], .num_heads = (int)q_nope.shape[1],
             .num_kv_heads = 1, .key_width = width, .value_width = b.rank, .scale = (float)scale,
         };
-        ok = check_rows(&a, &rows, &counts, cache.shape[0]);
+        ok = take_rows(&a, &rows, &counts) && check_rows(&a, 0, a.num_tokens, cache.shape[0]);
     }
     if (ok && a.num_tokens > 0) {
         int failed;
@@ -181,7 +263,7 @@ static PyObject *py_attend_explicit(PyObject *self, PyObject *const *args, Py_ss
             .num_kv_heads = num_kv_heads, .key_width = key_width, .value_width = value_width,
             .scale = (float)scale, .out = out.data,
         };
-        ok = check_rows(&a, &rows, &counts, keys.shape[0]) && run(&a);
+        ok = take_rows(&a, &rows, &counts) && check_rows(&a, 0, a.num_tokens, keys.shape[0]) && run(&a);
     }
     array_release(&q), array_release(&keys), array_release(&values), array_release(&rows), array_release(&counts);
     array_release(&out);
@@ -191,6 +273,7 @@ static PyObject *py_attend_explicit(PyObject *self, PyObject *const *args, Py_ss
 
 PyMethodDef attention_methods[] = {
     METHOD(attend_latent, "attend_latent(q, cache, rows, counts, scale, out)"),
+    METHOD(attend_latents, "attend_latents(q, caches, stops, rows, counts, scale, out)"),
     METHOD(attend_absorbed,
            "attend_absorbed(q_nope, q_rope, bits, group, data, scales, cache, rows, counts, scale, activations, out)"),
     METHOD(attend_explicit, "attend_explicit(q, keys, values, rows, counts, scale, out)"),

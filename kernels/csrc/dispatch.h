@@ -31,6 +31,7 @@ struct attention {
     const void *keys, *values;             /* f32, or bfloat16 bit patterns; a head's row of a position begins at */
     ptrdiff_t key_stride, value_stride;    /*   position * stride + head * head_stride elements */
     ptrdiff_t key_head_stride, value_head_stride;
+    const void *const *token_keys;         /* [T], each token's own keys, which are its values too; or NULL */
     bool is_bf16;
     const int32_t *rows;                   /* [T, max_rows] or NULL: position j of a token is j */
     const int32_t *counts;                 /* [T], at least 1 */

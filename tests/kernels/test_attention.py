@@ -1,3 +1,4 @@
+import itertools
 import math
 
 import numpy as np
@@ -5,7 +6,7 @@ import pytest
 
 from glm_gpu.kernels import cpu
 from glm_gpu.kernels.activation import exp
-from glm_gpu.kernels.attention import attend_explicit, attend_latent
+from glm_gpu.kernels.attention import attend_explicit, attend_latent, attend_latents
 from glm_gpu.kernels.lanes import dot_rows, lane_sum
 from glm_gpu.quant import bf16_to_f32, f32_to_bf16
 
@@ -107,6 +108,22 @@ def test_a_row_has_the_same_bits_alone(num_tokens, is_listed):
         np.testing.assert_array_equal(together[one], attend_latent(q[one], seen, 56, mine, counts[one], 0.125))
 
 
+@pytest.mark.parametrize("is_bf16", [False, True])
+@pytest.mark.parametrize("is_listed", [False, True])
+@pytest.mark.parametrize("stops", [[1, 2, 3], [1, 18], [5, 9], [4]])
+def test_sequences_together_have_the_bits_of_each_alone(stops, is_listed, is_bf16):
+    parts = []
+    for number, (first, stop) in enumerate(itertools.pairwise([0, *stops])):
+        q, cache, counts = latent_case(stop - first, 5, 68, 40 + 30 * number, seed=number)
+        cache = f32_to_bf16(cache) if is_bf16 else cache
+        parts.append((q, cache, *(row_lists(counts, len(cache), 33, seed=number) if is_listed else (None, counts))))
+    q, counts = (np.concatenate([part[i] for part in parts]) for i in (0, 3))
+    rows = np.concatenate([part[2] for part in parts]) if is_listed else None
+    together = attend_latents(q, [part[1] for part in parts], np.int32(stops), 56, rows, counts, 0.125)
+    alone = [attend_latent(q, cache, 56, rows, counts, 0.125) for q, cache, rows, counts in parts]
+    np.testing.assert_array_equal(together, np.concatenate(alone))
+
+
 def test_sums_run_in_the_stated_order():
     q, cache, counts = latent_case(3, 2, 68, 37)
     scale = np.float32(0.125)
@@ -200,3 +217,43 @@ def test_c_refuses_what_would_read_outside_the_cache(damage, message, implementa
     cpu.active.attend_latent(*good.values())
     with pytest.raises(ValueError, match=message):
         cpu.active.attend_latent(*(good | damage).values())
+
+
+@pytest.mark.parametrize(
+    "damage, error, message",
+    [
+        ({"stops": np.int32([1, 2])}, ValueError, "stops: found 2 behind 1, expected them to ascend to 3"),
+        ({"stops": np.int32([1, 4])}, ValueError, "stops: found 4 behind 1"),
+        ({"stops": np.int32([2, 1])}, ValueError, "stops: found 1 behind 2"),
+        ({"stops": np.int32([-1, 3])}, ValueError, "stops: found -1 behind 0"),
+        ({"stops": np.int32([3])}, ValueError, "stops: dimension 0 is 1, expected 2"),
+        ({"counts": np.int32([9, 10, 20])}, ValueError, "counts: token 0 sees 9 rows, expected 1 to 8"),
+        ({"rows": np.int32([[7], [8], [20]])}, ValueError, "rows: token 2 sees row 20, expected 0 to 19"),
+        ({"caches": ()}, TypeError, "caches: expected a tuple"),
+        ({"caches": [np.zeros((8, 31), np.float32)]}, TypeError, "caches: expected a tuple"),
+        (
+            {"caches": (np.zeros((8, 31), np.float32), np.zeros((20, 31), np.uint16))},
+            TypeError,
+            "cache: found elements",
+        ),
+        ({"caches": (np.zeros((8, 31), np.float32), np.zeros((20, 30), np.float32))}, ValueError, "dimension 1 is 30"),
+        ({"out": np.zeros((3, 3, 32), dtype=np.float32)}, ValueError, "expected at least 1 of 1 to 31"),
+    ],
+)
+def test_c_refuses_what_would_read_outside_any_of_several_caches(damage, error, message, implementation):
+    if implementation == "numpy":
+        pytest.skip("the C binding's checks")
+    good = {
+        "q": np.zeros((3, 3, 31), dtype=np.float32),
+        "caches": (np.zeros((8, 31), np.float32), np.zeros((20, 31), np.float32)),
+        "stops": np.int32([1, 3]),
+        "rows": None,
+        "counts": np.int32([8, 5, 20]),
+        "scale": 1.0,
+        "out": np.zeros((3, 3, 16), dtype=np.float32),
+    }
+    if "rows" in damage:
+        good["counts"] = np.int32([1, 1, 1])
+    cpu.active.attend_latents(*good.values())
+    with pytest.raises(error, match=message):
+        cpu.active.attend_latents(*(good | damage).values())

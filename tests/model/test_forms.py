@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from small_models import prefill
 
+from glm_gpu.model.indexer import Selection, joined
 from glm_gpu.model.numerics import Numerics
 from glm_gpu.recipe import Recipe
 
@@ -32,3 +33,12 @@ def test_forcing_the_indexer_changes_no_bit_up_to_index_topk(open_oracle, refere
     forced = open_oracle("tiny_glm", FORMATS[recipe], Numerics(always_index=True))
     assert len(ids) == skipped.config.index_topk
     assert np.array_equal(prefill(skipped, ids)[0].logits, prefill(forced, ids)[0].logits)
+
+
+def test_selections_of_several_sequences_join_whatever_form_and_width_they_have():
+    dense = Selection(None, np.int32([2, 3]))
+    listed = Selection(np.int32([[1, 4, 6, -1, -1]]), np.int32([3]))
+    both = joined([dense, listed])
+    assert both.rows.tolist() == [[0, 1, -1, -1, -1], [0, 1, 2, -1, -1], [1, 4, 6, -1, -1]]
+    assert both.counts.tolist() == [2, 3, 3] and both.rows.dtype == np.int32
+    assert joined([dense, dense]).rows is None and joined([dense, dense]).counts.tolist() == [2, 3, 2, 3]
