@@ -97,7 +97,7 @@ def test_a_trace_is_good_up_to_where_it_was_written(tmp_path):
     ids = np.arange(8).reshape(4, 2)
     with Recorder(folder) as recorder, TraceWriter(folder / "x", TraceHeader("f", 2, 8, 2, (0, 64))) as writer:
         for _ in range(3):
-            writer.record(1, ids, "decode")
+            writer.record(1, ids, len(ids))
             writer.flush()
     seen = set()
     for files, _ in states(recorder.before, recorder.operations):

@@ -118,7 +118,7 @@ def write_seed(target, folder):
         case "trace":
             with TraceWriter(folder / "input", TraceHeader("f", 3, 8, 2, (0, 64, 64))) as writer:
                 for layer in (1, 2, 1, 2):
-                    writer.record(layer, np.arange(8).reshape(4, 2) % 8, "decode")
+                    writer.record(layer, np.arange(8).reshape(4, 2) % 8, 4)
                     writer.flush()
         case "schema":
             (folder / "input").write_text(json.dumps(SCHEMA))
