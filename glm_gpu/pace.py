@@ -5,7 +5,7 @@ from collections import deque
 
 # A step that also works on prompts may last so many times one that does not: tokens then come at no more than five
 # times their usual gap, with room for what a busy machine adds and no step has shown yet.
-_MAX_STRETCH = 3.0
+_MAX_STRETCH = 2.5
 # Where one row is too much already, more are taken as far as all together last only so much longer: with experts on
 # disk a few rows may read most of them, and small parts would add up to a far longer wait for everyone.
 _FLAT = 1.25
@@ -54,7 +54,7 @@ class Pace:
         limit_s, smallest = _MAX_STRETCH * alone.low_s, kind.known(self._sizes[0], context)
         if smallest is None:
             return self._sizes[0]
-        if smallest.median_s > limit_s:
+        if smallest.low_s > limit_s:
             return self._flat(kind, smallest, context)
         size, here = self._sizes[0], smallest
         for larger in self._sizes[1:]:
@@ -74,16 +74,15 @@ class Pace:
     def _flat(self, kind: "_Kind", smallest: "_Steps", context: int) -> int:
         """The most rows that last about as long as the smallest part, of which too few steps may be known yet."""
         size, here = self._sizes[0], smallest
-        if kind.age(here) > _MAX_AGE or here.num < _MIN_SAMPLES:
+        if kind.age(here) > _ALONE_AGE or here.num < _MIN_SAMPLES:
             return size
-        slope_s = 0.0
+        limit_s, slope_s = _FLAT * smallest.median_s, 0.0
         for larger in self._sizes[1:]:
-            there = kind.known(larger, context)
-            if there is None or kind.age(there) > _MAX_AGE or there.num < _MIN_SAMPLES:
-                guess_s = here.median_s + (larger - size) * slope_s
-                return larger if guess_s <= _FLAT * smallest.median_s else size
-            if there.median_s > _FLAT * smallest.median_s:
-                return size
+            there, guess_s = kind.known(larger, context), here.median_s + (larger - size) * slope_s
+            if there is None or there.num < _MIN_SAMPLES:
+                return larger if guess_s <= limit_s else size
+            if (guess_s if kind.age(there) > _MAX_AGE else there.median_s) > limit_s:
+                break
             size, here = larger, there
             slope_s = (here.median_s - smallest.median_s) / (size - self._sizes[0])
         return size
@@ -108,7 +107,7 @@ class _Steps:
     def record(self, seconds: float, context: int, step: int) -> None:
         self._seconds.append(seconds)
         ranked, self.num = sorted(self._seconds), len(self._seconds)
-        at = self.num // _NUM_ALONE, (self.num - 1) // 2, max(0, self.num - 2)
+        at = min(1, self.num - 1), (self.num - 1) // 2, max(0, self.num - 2)
         self.low_s, self.median_s, self.high_s = (ranked[i] for i in at)
         self.context, self.seen_at = context, step
 
