@@ -75,7 +75,29 @@ def check(part: Part, open_devices: Open, is_quick: bool) -> list[str]:
         part.add(f"{path.name}, {width}: median error of logits", [error], "of max")
         if failure:
             failures.append(f"{path.name}, {width}: {failure}")
-    return failures
+    return failures + _check_drafts(part, open_devices)
+
+
+def _check_drafts(part: Part, open_devices: Open) -> list[str]:
+    """Run the multi-token layer on the device and on the CPU over the same states: what differed."""
+    options = WIDTHS["16 bits"] | {"context": 64, "speculate": "mtp"}
+    with without_text(ORACLE / "tiny_glm") as folder:
+        with opened(folder, [], **options) as engine:
+            ids = _prompt(engine, 20)
+            cache = engine.model.new_cache(engine.context, is_bf16=True)
+            hidden = engine.model.forward(Batch.of([(ids, cache)], "prefill")).hidden
+            expected = _guesses(engine, ids, hidden)
+        with open_devices() as devices, opened(folder, devices, **options) as engine:
+            found = _guesses(engine, ids, hidden)
+    failure, error = _compare(found, expected)
+    part.add("tiny_glm, multi-token layer: median error of logits", [error], "of max")
+    return [f"tiny_glm, multi-token layer: {failure}"] if failure else []
+
+
+def _guesses(engine: Engine, ids: Sequence[int], hidden: np.ndarray) -> np.ndarray:
+    """Logits of what comes after the tokens behind each state."""
+    cache = engine.mtp_head.new_cache(engine.context, is_bf16=True)
+    return engine.mtp_head.forward(Batch.of([(ids, cache)], "prefill", all_logits=True), hidden)[0].logits
 
 
 def _compare(found: np.ndarray, expected: np.ndarray) -> tuple[str, float]:
