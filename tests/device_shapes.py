@@ -51,6 +51,8 @@ def record_products(launcher: Recorder, T: int, format: str, dtype: str, scale_d
 
     h, x, pairs = array(dtype, T, d.D), array("f32", T, d.D), T * d.K
     projection.project(launcher, h, weight(d.Q, d.D), array("f32", T, d.Q))
+    q_a, kv = array("f32", T, d.Q), array("f32", T, d.R + d.P)
+    projection.project_both(launcher, h, weight(d.Q, d.D), q_a, weight(d.R + d.P, d.D), kv)
     projection.project(launcher, array(dtype, T, d.H * d.A), weight(d.D, d.H * d.A), x, x)
     kv_b = weight(d.H * (d.N + d.A), d.R)
     projection.expand_value(launcher, array(dtype, T, d.H, d.R), kv_b, d.N, array(dtype, T, d.H * d.A))
@@ -78,11 +80,10 @@ def record_others(launcher: Recorder, T: int, format: str, dtype: str, scale_dty
     rows.append_index_key(launcher, array("f32", T, d.M), *key_norm, cos, cos, True, *where, counts, dtype)
     rows.append(launcher, array("f32", T, d.Q), *where, counts, dtype)
     q, queries = array("f32", T, d.H, d.N + d.P), array(dtype, T, d.H, d.R + d.P)
-    rows.rope(launcher, q, d.N, cos, cos, True, queries, d.R)
     index_queries = array("f32", T, d.J, d.M), array(dtype, T, d.J, d.M)
     rows.rope(launcher, index_queries[0], 0, cos, cos, True, index_queries[1], 0, d.M - d.P)
     kv_b = matrix(format, d.H * (d.N + d.A), d.R, scale_dtype)
-    projection.absorb_query(launcher, q, kv_b, d.N, d.A, queries)
+    projection.absorb_query(launcher, q, kv_b, d.N, d.A, cos, cos, queries)
     scores = array("f32", T, 16384)
     head_weights = array("f32", T, d.J)
     indexer.index_scores(launcher, index_queries[1], head_weights, *where, dtype, counts, 0.1, 0.1, scores)

@@ -19,7 +19,7 @@ from glm_gpu.kernels.gpu.experts import (
 )
 from glm_gpu.kernels.gpu.indexer import index_scores, select_top
 from glm_gpu.kernels.gpu.norm import rms_norm
-from glm_gpu.kernels.gpu.projection import absorb_query, expand_value, project
+from glm_gpu.kernels.gpu.projection import absorb_query, expand_value, project, project_both
 from glm_gpu.kernels.gpu.router import num_parts, project_f32, route
 from glm_gpu.kernels.gpu.rows import append, append_index_key, append_latent, rope
 from glm_gpu.model.numerics import INDEX_NORM_EPS, LATENT_NORM_EPS
@@ -162,14 +162,12 @@ def _latent_attention(
     split = place.take(num_rows, config.hidden_size, dtype=HALF)
     rms_norm(launcher, x, norm, config.rms_norm_eps, out=h, split=split)
 
-    q_a = place.take(num_rows, config.q_lora_rank)
-    project(launcher, split, weights.q_a, q_a)
+    q_a, kv = place.take(num_rows, config.q_lora_rank), place.take(num_rows, rank + rope_width)
+    project_both(launcher, split, weights.q_a, q_a, weights.kv_a, kv)
     q_latent = place.take(num_rows, config.q_lora_rank, dtype=HALF)
     rms_norm(launcher, q_a, weights.q_a_norm, LATENT_NORM_EPS, split=q_latent)
     q = place.take(num_rows, num_heads, nope + rope_width)
     project(launcher, q_latent, weights.q_b, reshaped(q, num_rows, -1))
-    kv = place.take(num_rows, rank + rope_width)
-    project(launcher, split, weights.kv_a, kv)
     append_latent(
         launcher,
         kv,
@@ -186,8 +184,7 @@ def _latent_attention(
         _select(h, split, q_latent, weights.indexer, place, inputs, offsets["index_key"])
 
     queries = place.take(num_rows, num_heads, rank + rope_width, dtype=HALF)
-    absorb_query(launcher, q, weights.kv_b, nope, value, queries)
-    rope(launcher, q, nope, inputs.cos, inputs.sin, True, queries, rank)
+    absorb_query(launcher, q, weights.kv_b, nope, value, inputs.cos, inputs.sin, queries)
     mixed = place.take(num_rows, num_heads, rank, dtype=HALF)
     scale = (nope + rope_width) ** -0.5
     counts = inputs.num_selected if inputs.is_sparse else inputs.counts

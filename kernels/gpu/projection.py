@@ -1,6 +1,7 @@
 """Products of activations with weights in their stored form."""
 
 from glm_gpu.kernels.gpu.arrays import Array, DeviceMatrix, Kernel, Launcher
+from glm_gpu.kernels.gpu.norm import power_of_two
 from glm_gpu.kernels.gpu.product import (
     BLOCK_M,
     BLOCK_N,
@@ -35,6 +36,40 @@ def project(
     assert width == w.shape[1] and out.shape == (num_rows, num_outputs), (x.shape, w.shape, out.shape)
     assert add is None or (add.shape == out.shape and add.dtype == "f32"), add
     _project(launcher, x, w, out, add, is_split, num_rows, 1, 0, num_outputs)
+
+
+def project_both(
+    launcher: Launcher, x: Array, w: DeviceMatrix, out: Array, other_w: DeviceMatrix, other_out: Array
+) -> None:
+    """Two plain products of the same activations, to the bits of `project`: one launch if the formats are the same.
+
+    Args:
+        x: [T, I] 16-bit, quarter-split.
+        w, other_w: [O, I] each, packed or plain.
+        out, other_out: [T, O] f32 each.
+    """
+    if w.format != other_w.format or (w.scales and w.scales.dtype) != (other_w.scales and other_w.scales.dtype):
+        project(launcher, x, w, out)
+        project(launcher, x, other_w, other_out)
+        return
+    num_rows, width = x.shape
+    assert width == w.shape[1] == other_w.shape[1], (x.shape, w.shape, other_w.shape)
+    assert out.shape == (num_rows, w.shape[0]) and other_out.shape == (num_rows, other_w.shape[0])
+    block_m = tile_rows(num_rows)
+    arguments = {
+        "x_ptr": x,
+        "w_ptr": words(w),
+        "s_ptr": w.scales,
+        "out_ptr": out,
+        "other_w_ptr": words(other_w),
+        "other_s_ptr": other_w.scales,
+        "other_out_ptr": other_out,
+        "num_rows": num_rows,
+    }
+    constants = product_constants(w.format, width, block_m) | {"N": w.shape[0], "OTHER_N": other_w.shape[0]}
+    num_tiles = tiles(w.shape[0], BLOCK_N) + tiles(other_w.shape[0], BLOCK_N)
+    kernel = product_kernel("projection", "project_both_kernel", block_m)
+    launcher.launch(kernel, (num_tiles, tiles(num_rows, block_m)), arguments, constants)
 
 
 def expand_value(launcher: Launcher, o: Array, kv_b: DeviceMatrix, nope_dim: int, out: Array) -> None:
@@ -78,22 +113,42 @@ def _project(launcher, x, w, out, add, is_split, num_rows, num_batches, first_ro
     launcher.launch(product_kernel("projection", "project_kernel", block_m), grid, arguments, constants)
 
 
-def absorb_query(launcher: Launcher, q: Array, kv_b: DeviceMatrix, nope_dim: int, value_dim: int, out: Array) -> None:
-    """Queries in latent space: the sum over d of q[t, h, d] * key row d of head h.
+def absorb_query(
+    launcher: Launcher,
+    q: Array,
+    kv_b: DeviceMatrix,
+    nope_dim: int,
+    value_dim: int,
+    cos: Array,
+    sin: Array,
+    out: Array,
+) -> None:
+    """Queries in latent space: the sum over d of q[t, h, d] * key row d of head h; and their rotated columns behind it.
 
-    Specification: glm_gpu.kernels.absorb.absorb_query.
+    Specification: glm_gpu.kernels.absorb.absorb_query, and glm_gpu.kernels.rope.rope_interleaved.
 
     Args:
-        q: [T, H, X] f32; the first N columns are used.
+        q: [T, H, N + P] f32.
         kv_b: [H * (N + A), R].
         nope_dim, value_dim: N and A.
-        out: [T, H, Y] 16-bit, plain; only the first R columns are written.
+        cos, sin: [T, P / 2] f32.
+        out: [T, H, R + P] 16-bit, plain.
     """
     num_rows, num_heads, q_width = q.shape
     num_weights, rank = kv_b.shape
     assert num_weights == num_heads * (nope_dim + value_dim), (q.shape, kv_b.shape)
-    assert q_width >= nope_dim and out.shape[:2] == q.shape[:2] and out.shape[2] >= rank, (q.shape, out.shape)
-    arguments = {"q_ptr": q, "w_ptr": words(kv_b), "s_ptr": kv_b.scales, "out_ptr": out, "num_rows": num_rows}
+    half = cos.shape[1]
+    assert q_width == nope_dim + 2 * half and out.shape == (*q.shape[:2], rank + 2 * half), (q.shape, out.shape)
+    assert cos.shape == sin.shape == (num_rows, half), (cos.shape, num_rows)
+    arguments = {
+        "q_ptr": q,
+        "w_ptr": words(kv_b),
+        "s_ptr": kv_b.scales,
+        "cos_ptr": cos,
+        "sin_ptr": sin,
+        "out_ptr": out,
+        "num_rows": num_rows,
+    }
     constants = {
         "BITS": kv_b.format.bits,
         "GROUP": kv_b.format.group or 0,
@@ -103,10 +158,12 @@ def absorb_query(launcher: Launcher, q: Array, kv_b: DeviceMatrix, nope_dim: int
         "ROWS_PER_HEAD": nope_dim + value_dim,
         "Q_WIDTH": q_width,
         "OUT_WIDTH": out.shape[2],
+        "HALF": half,
+        "BLOCK_HALF": power_of_two(half),
         "BLOCK_M": BLOCK_M,
         "BLOCK_D": 32,
     }
-    launcher.launch(_ABSORB, (tiles(rank, 64), tiles(num_rows), num_heads), arguments, constants)
+    launcher.launch(_ABSORB, (tiles(rank, 64) + 1, tiles(num_rows), num_heads), arguments, constants)
 
 
 def embed(launcher: Launcher, token_ids: Array, table: DeviceMatrix, out: Array) -> None:

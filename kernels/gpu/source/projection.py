@@ -59,10 +59,99 @@ def project_kernel(
 
 
 @triton.jit
+def plain_tile(
+    x_ptr,
+    w_ptr,
+    s_ptr,
+    out_ptr,
+    tile,
+    num_rows,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """One tile of x @ w.T, stored as it is."""
+    row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    output = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    x_row = tl.minimum(row, num_rows - 1).to(tl.int64)
+    w_row = tl.minimum(output, N - 1).to(tl.int64)
+    GROUPS: tl.constexpr = 1 if GROUP == 0 else (K + GROUP - 1) // GROUP
+    words, scales = weight_rows(w_ptr, w_row, K, BITS), s_ptr + w_row * GROUPS
+    acc = product(x_ptr + x_row * K, words, scales, K, BITS, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, UNROLL)
+    is_stored = (row < num_rows)[:, None] & (output < N)[None, :]
+    tl.store(out_ptr + row.to(tl.int64)[:, None] * N + output[None, :], acc, mask=is_stored)
+
+
+@triton.jit
+def project_both_kernel(
+    x_ptr,
+    w_ptr,
+    s_ptr,
+    out_ptr,
+    other_w_ptr,
+    other_s_ptr,
+    other_out_ptr,
+    num_rows,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    OTHER_N: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    """One tile of x @ w.T, or behind those, of x @ other_w.T."""
+    tile = tl.program_id(0)
+    TILES: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    if tile < TILES:
+        plain_tile(
+            x_ptr, w_ptr, s_ptr, out_ptr, tile, num_rows,
+            K, N, BITS, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, UNROLL,
+        )  # fmt: skip
+    else:
+        plain_tile(
+            x_ptr, other_w_ptr, other_s_ptr, other_out_ptr, tile - TILES, num_rows,
+            K, OTHER_N, BITS, GROUP, BLOCK_M, BLOCK_N, BLOCK_K, UNROLL,
+        )  # fmt: skip
+
+
+@triton.jit
+def rotate_rows(
+    q_rows,
+    out_rows,
+    cos_ptr,
+    sin_ptr,
+    row,
+    is_row,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    """The pairs (2j, 2j + 1) of 2 HALF columns of one head of some rows, rotated."""
+    pair = tl.arange(0, BLOCK_HALF)
+    mask = is_row[:, None] & (pair < HALF)[None, :]
+    angle = row.to(tl.int64)[:, None] * HALF + pair[None, :]
+    cos, sin = tl.load(cos_ptr + angle, mask=mask, other=1.0), tl.load(sin_ptr + angle, mask=mask, other=0.0)
+    even = tl.load(q_rows[:, None] + 2 * pair[None, :], mask=mask, other=0.0)
+    odd = tl.load(q_rows[:, None] + 2 * pair[None, :] + 1, mask=mask, other=0.0)
+    out = out_rows[:, None] + 2 * pair[None, :]
+    tl.store(out, (even * cos - odd * sin).to(out_rows.dtype.element_ty), mask=mask)
+    tl.store(out + 1, (odd * cos + even * sin).to(out_rows.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def absorb_kernel(
     q_ptr,
     w_ptr,
     s_ptr,
+    cos_ptr,
+    sin_ptr,
     out_ptr,
     num_rows,
     BITS: tl.constexpr,
@@ -73,10 +162,15 @@ def absorb_kernel(
     ROWS_PER_HEAD: tl.constexpr,
     Q_WIDTH: tl.constexpr,
     OUT_WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """64 latent columns of one head's queries. The sum runs over weight rows, so their scales go into the query."""
+    """64 latent columns of one head's queries, or behind those their rotated columns.
+
+    The sum runs over weight rows, so their scales go into the query.
+    """
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     head = tl.program_id(2)
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -84,6 +178,10 @@ def absorb_kernel(
     is_word = word < RANK // 4
     is_row = row < num_rows
     q_row = (row.to(tl.int64) * NUM_HEADS + head) * Q_WIDTH
+    out_row = out_ptr + (row.to(tl.int64) * NUM_HEADS + head) * OUT_WIDTH
+    if tl.program_id(0) == (RANK + 63) // 64:
+        rotate_rows(q_ptr + q_row + NOPE, out_row + RANK, cos_ptr, sin_ptr, row, is_row, HALF, BLOCK_HALF)
+        return
     acc0 = tl.zeros((BLOCK_M, 16), tl.float32)
     acc1 = tl.zeros((BLOCK_M, 16), tl.float32)
     acc2 = tl.zeros((BLOCK_M, 16), tl.float32)
@@ -115,7 +213,7 @@ def absorb_kernel(
             acc1 = tl.dot(q, n1, acc1)
             acc2 = tl.dot(q, n2, acc2)
             acc3 = tl.dot(q, n3, acc3)
-    out = out_ptr + (row.to(tl.int64) * NUM_HEADS + head)[:, None] * OUT_WIDTH + 4 * word[None, :]
+    out = out_row[:, None] + 4 * word[None, :]
     is_stored = is_row[:, None] & is_word[None, :]
     tl.store(out, acc0.to(dtype), mask=is_stored)
     tl.store(out + 1, acc1.to(dtype), mask=is_stored)

@@ -4,8 +4,9 @@ from device_arrays import HALF_ULP, checked, empty, matrix_view, narrow, random_
 
 from glm_gpu.kernels.absorb import absorb_query as absorb_query_specified
 from glm_gpu.kernels.absorb import expand_value as expand_value_specified
-from glm_gpu.kernels.gpu.projection import absorb_query, embed, expand_value, project
+from glm_gpu.kernels.gpu.projection import absorb_query, embed, expand_value, project, project_both
 from glm_gpu.kernels.matmul import matmul
+from glm_gpu.kernels.rope import rope_interleaved, rope_tables
 from glm_gpu.quant import dequantize
 
 FORMATS = ("int4_g64", "int4_g128", "int4", "int8", "int2", "bf16", "f32")
@@ -81,6 +82,25 @@ def test_a_row_has_the_same_bits_in_every_pass(format, num_rows):
         np.testing.assert_array_equal(alone[0], together[row])
 
 
+@pytest.mark.parametrize("num_rows", [3, 40])
+@pytest.mark.parametrize("format", FORMATS)
+def test_two_products_in_one_launch_are_those_of_two(format, num_rows):
+    rng = np.random.default_rng(8)
+    x = view(split(narrow(rng.standard_normal((num_rows, 160)).astype(np.float32), "bf16")))
+    weights = [matrix_view(random_matrix(rng, num_outputs, 160, format)) for num_outputs in (130, 33)]
+    expected = [empty((num_rows, w.shape[0]), "f32") for w in weights]
+    for w, out in zip(weights, expected, strict=True):
+        project(checked(), x, w, view(out))
+    found = [np.full_like(out, np.nan) for out in expected]
+    project_both(checked(), x, weights[0], view(found[0]), weights[1], view(found[1]))
+    other = matrix_view(random_matrix(rng, 24, 160, "int8" if format != "int8" else "int4"))
+    mixed = empty((num_rows, 24), "f32"), empty((num_rows, 24), "f32")
+    project(checked(), x, other, view(mixed[0]))
+    project_both(checked(), x, other, view(mixed[1]), weights[1], view(found[1]))
+    for one, two in zip([*expected, mixed[0]], [*found, mixed[1]], strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
 def test_residual_is_added_in_place():
     rng = np.random.default_rng(2)
     w = random_matrix(rng, 72, 160, "int4_g64")
@@ -112,14 +132,16 @@ def test_absorbed_query_is_the_specified_one(format, num_rows, heads, nope, valu
     rng = np.random.default_rng(rank)
     kv_b = random_matrix(rng, heads * (nope + value), rank, format)
     q = rng.standard_normal((num_rows, heads, nope + 12)).astype(np.float32)
+    cos, sin = rope_tables(np.arange(5, 5 + num_rows), 10000.0, 12)
     out = empty((num_rows, heads, rank + 12), "bf16")
-    absorb_query(checked(), view(q), matrix_view(kv_b), nope, value, view(out))
+    absorb_query(checked(), view(q), matrix_view(kv_b), nope, value, view(cos), view(sin), view(out))
     expected = absorb_query_specified(np.ascontiguousarray(q[..., :nope]), kv_b, value)
     keys = np.abs(dequantize(kv_b)).reshape(heads, -1, rank)[:, :nope].astype(np.float64)
     size = np.einsum("thd,hdr->thr", np.abs(q[..., :nope]), keys)
     # the scaled query and the result are rounded to bf16
     assert (np.abs(wide(out)[..., :rank] - expected) <= 2 * HALF_ULP["bf16"] * size).all()
-    assert np.isnan(wide(out)[..., rank:]).all()
+    rotated = rope_interleaved(q[..., nope:], cos, sin)
+    np.testing.assert_allclose(wide(out)[..., rank:], rotated, rtol=1.01 * HALF_ULP["bf16"], atol=1e-6)
 
 
 @pytest.mark.parametrize("format", FORMATS)
