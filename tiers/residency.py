@@ -73,7 +73,7 @@ class Residency:
         self._worth = worth(heat)  # [L, E], up to date but for the stale layers
         self._stale: set[int] = set()
         self._uncounted: dict[int, np.ndarray] = {}  # a pass's choices by layer, counted together
-        self._uncounted_kind = (0, 0)  # how many rows, and how many of them are answers'
+        self._uncounted_kind: tuple[tuple[int, ...], int] = ((), 0)  # their shape, and how many rows are answers'
         self._pool_of = {layer: pool for pool in self.pools for layer in pool.layers}
         self._lock_bytes = lock_bytes
         self._on_promoted = on_promoted
@@ -91,6 +91,11 @@ class Residency:
         return self._pool_of[layer]
 
     @property
+    def holds_every_expert(self) -> bool:
+        """Whether every expert has a slot, or is on its way to one; nothing then gives way to anything."""
+        return all(pool.holds_every_expert for pool in self.pools)
+
+    @property
     def has_room_in_flight(self) -> bool:
         """Whether another read may be queued. More at once would only empty slots before their time."""
         return len(self.jobs) < self._max_in_flight
@@ -103,7 +108,7 @@ class Residency:
         Args:
             num_decode: the first so many rows are of answers.
         """
-        kind = len(choices), num_decode
+        kind = choices.shape, num_decode
         if layer in self._uncounted or kind != self._uncounted_kind:
             self.settle()
         self._uncounted[layer], self._uncounted_kind = choices, kind

@@ -159,7 +159,8 @@ class TieredStore:
             self._wait_s_before = self._waited_s
             if phase == "decode":
                 self.switch.step(waited)
-            if residency.pass_number % REVIEW_PASSES == 0:
+            # where every expert has its slot, there is nothing to choose, and the choice would take a millisecond
+            if residency.pass_number % REVIEW_PASSES == 0 and not residency.holds_every_expert:
                 self._review()
             self._promote()
         if residency.pass_number % GUARD_PASSES == 0:

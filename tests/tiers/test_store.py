@@ -18,7 +18,8 @@ from glm_gpu.model.transformer import Transformer
 from glm_gpu.recipe import Recipe
 from glm_gpu.tiers.files import ExpertFiles
 from glm_gpu.tiers.heat import Heat
-from glm_gpu.tiers.store import TieredStore
+from glm_gpu.tiers.promotion import by_worth, hottest
+from glm_gpu.tiers.store import REVIEW_PASSES, TieredStore
 
 
 @pytest.fixture(scope="session")
@@ -233,6 +234,24 @@ def test_every_slot_is_filled_in_the_background_however_often_heat_is_reviewed(o
     while sum(tier.num_experts for tier in store.report() if tier.name != "disk") < 300:
         store.begin_pass("decode")
         threading.Event().wait(0.001)
+
+
+def test_placement_is_reviewed_only_while_experts_want_for_slots(open_store, monkeypatch):
+    reviews = []
+    monkeypatch.setattr("glm_gpu.tiers.store.by_worth", lambda *args: reviews.append(args) or by_worth(*args))
+    monkeypatch.setattr("glm_gpu.tiers.store.hottest", lambda *args: reviews.append(args) or hottest(*args))
+    store = open_store(320)
+    while sum(tier.num_experts for tier in store.report() if tier.name != "disk") < 320:
+        store.begin_pass("decode")
+        threading.Event().wait(0.001)
+    reviews.clear()
+    for _ in range(2 * REVIEW_PASSES):
+        store.begin_pass("decode")
+    assert not reviews
+    store.shrink(1)
+    for _ in range(REVIEW_PASSES):
+        store.begin_pass("decode")
+    assert reviews
 
 
 def test_shrinking_gives_slots_back_and_the_store_goes_on(open_store):
