@@ -3,7 +3,7 @@
 Numeric contract, the same bits in NumPy and on every instruction set, for any number of rows and threads. The columns
 are cut into groups of 64, the last one filled up with zeros; groups are added in order, every operation rounded to f32:
 
-    packed weights, activations "int16" or "int8" (limit 32767 or 127)
+    packed weights, activations "int16" or "int8" (limit 32639 = 127 * 257, so that both bytes are signed, or 127)
         per 64 activations  amax = max |x|;  sx = amax / limit;  xi = rint(x * (limit / amax))
         p = sum of xi * wi, an exact integer, converted to f32 once
         group formats:  acc = acc + p * (s * sx)        row formats:  acc = acc + p * sx;  y = acc * s
@@ -21,7 +21,7 @@ from glm_gpu.kernels import cpu
 from glm_gpu.kernels.lanes import GROUP, dot_rows, widen
 from glm_gpu.quant import QuantizedMatrix, unpack
 
-_LIMITS = {"int16": np.float32(32767), "int8": np.float32(127)}
+_LIMITS = {"int16": np.float32(32639), "int8": np.float32(127)}
 ACTIVATIONS = (*_LIMITS, "f32")  # the index is the number that the C functions take
 
 # Below this the reciprocal of a group's amax comes near overflow; such a group counts as zeros.
@@ -105,7 +105,7 @@ def _matmul_integer(x, w, activations):
     scales = None if w.format.group is None else _scales_by_64(w)
     with np.errstate(invalid="ignore"):  # infinite activations: 0 * inf is NaN
         for g in range(groups):
-            # |p| <= 64 * 32767 * 128 < 2^53: exact in f64 in any order
+            # |p| <= 64 * 32639 * 128 < 2^53: exact in f64 in any order
             p = (xi[:, g].astype(np.float64) @ wi[:, g].T).astype(np.float32)
             acc += p * sx[:, g, None] if scales is None else p * (scales[:, g] * sx[:, g, None])
     return acc if scales is not None else acc * w.scales[:, 0].astype(np.float32)

@@ -12,10 +12,17 @@ enum layout {
                 * x = 256 * high + low, high signed, low unsigned; scales, corrections as BY_TOKEN */
     BY_TILE,   /* digits as BY_DIGIT, bytes [tokens / lines][stride][high, low][lines][64];
                 * scales [tokens / lines][stride][lines], no corrections */
+    BY_COLUMN, /* bytes [stride][16][high, low][lines][4 columns], x = 256 * high + low, both signed; scales
+                * [stride][lines], no corrections */
     AS_FLOATS /* floats [tokens][groups * 64], in order of the columns */
 };
 
 #define MAX_DIGIT_TOKENS 4 /* more take less time BY_FOUR */
+#define MAX_COLUMN_TOKENS 8
+
+/* As in glm_gpu/kernels/matmul.py: x = 256 * high + low with both digits in signed bytes, for -x too. */
+#define LIMIT_INT16 32639
+#define LIMIT_INT8 127
 
 struct batch {
     enum layout layout;
@@ -33,8 +40,8 @@ static size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1) / 
 
 static enum layout layout_for(int tokens, enum kind kind) {
 #if defined(__AMX_INT8__)
-    if (kind == KIND_INT4 && tokens >= 1 && tokens <= MAX_DIGIT_TOKENS) return BY_DIGIT;
-    if (tokens > 1) return BY_TILE;
+    if (kind == KIND_INT4 && tokens == 1) return BY_DIGIT;
+    if (tokens > 0) return tokens <= MAX_COLUMN_TOKENS ? BY_COLUMN : BY_TILE;
 #elif defined(__AVX512VNNI__)
     /* tuned on [2048, 6144] int4: three blocks of four still cost less than sixteen tokens */
     if (tokens > 12) return BY_SIXTEEN;
@@ -50,7 +57,7 @@ static int lines_for(enum layout layout, int tokens) {
     if (layout == BY_FOUR) return 4;
     if (layout == BY_SIXTEEN) return 16;
     int lines = 1;
-    if (layout == BY_TILE)
+    if (layout == BY_TILE || layout == BY_COLUMN)
         while (lines < tokens && lines < 16) lines *= 2;
     return lines;
 }
@@ -155,7 +162,7 @@ static void batch_set_token(struct batch *batch, int token, const float *x, enum
         memcpy(batch->floats + (size_t)token * batch->groups * GROUP, x, (size_t)batch->columns * 4);
         return;
     }
-    float limit = mode == MODE_INT16 ? 32767.0f : 127.0f;
+    float limit = mode == MODE_INT16 ? LIMIT_INT16 : LIMIT_INT8;
     for (int g = 0; g < batch->groups; g++) {
         int n = batch->columns - g * GROUP;
         int16_t *integers = batch->integers + ((size_t)token * batch->groups + g) * GROUP;
@@ -171,12 +178,17 @@ static void batch_set_token(struct batch *batch, int token, const float *x, enum
     }
 }
 
+/* Groups that BY_DIGIT holds of a token: eight are held twice, so that two rows of weights may pass as one. */
+static int digit_groups(const struct batch *batch) {
+    return batch->columns == 8 * GROUP ? 16 : batch->groups;
+}
+
 /* Splits one token's integers [groups][64], even columns first, into digits. */
 static void split_digits(struct batch *batch, int token, const int16_t *integers) {
     char *bytes = (char *)(batch->integers + (size_t)token * batch->stride * GROUP);
-    for (int g = 0; g < batch->groups; g++)
+    for (int g = 0; g < digit_groups(batch); g++)
         for (int odd = 0; odd < 2; odd++) {
-            const int16_t *x = integers + g * GROUP + odd * 32;
+            const int16_t *x = integers + g % batch->groups * GROUP + odd * 32;
             char *high = bytes + (g / 2 * 4 + odd * 2) * 64 + g % 2 * 32;
             for (int i = 0; i < 32; i++) high[i] = (char)(x[i] >> 8);
             for (int i = 0; i < 32; i++) high[64 + i] = (char)x[i];
@@ -195,6 +207,22 @@ static void set_tile_token(struct batch *batch, int token, const int16_t *intege
     }
 }
 
+/* The same for BY_COLUMN. */
+static void set_column_token(struct batch *batch, int token, const int16_t *integers, const float *scales) {
+    const size_t lines = batch->lines;
+    for (size_t g = 0; g < (size_t)batch->groups; g++) {
+        const int16_t *x = integers + g * GROUP;
+        char high[GROUP], low[GROUP], *out = (char *)batch->integers + g * GROUP * 2 * lines + token * 4;
+        for (int i = 0; i < GROUP; i++) high[i] = (char)((x[i] + 128) >> 8);
+        for (int i = 0; i < GROUP; i++) low[i] = (char)x[i];
+        for (int k = 0; k < GROUP / 4; k++, out += 8 * lines) {
+            memcpy(out, high + 4 * k, 4);
+            memcpy(out + 4 * lines, low + 4 * k, 4);
+        }
+        batch->scales[g * lines + token] = scales[g];
+    }
+}
+
 /* Copies token `from` of a BY_TOKEN or AS_FLOATS batch to place `to` of a batch with any layout. */
 static void batch_copy_token(struct batch *batch, int to, const struct batch *source, int from) {
     const int groups = batch->groups;
@@ -206,8 +234,8 @@ static void batch_copy_token(struct batch *batch, int to, const struct batch *so
     const int16_t *integers = source->integers + (size_t)from * groups * GROUP;
     const float *scales = source->scales + (size_t)from * batch->stride;
     const int32_t *corrections = source->corrections + (size_t)from * batch->stride;
-    if (batch->layout == BY_TILE) {
-        set_tile_token(batch, to, integers, scales);
+    if (batch->layout == BY_TILE || batch->layout == BY_COLUMN) {
+        (batch->layout == BY_TILE ? set_tile_token : set_column_token)(batch, to, integers, scales);
         return;
     }
     if (batch->layout == BY_TOKEN || batch->layout == BY_DIGIT) {
@@ -215,8 +243,11 @@ static void batch_copy_token(struct batch *batch, int to, const struct batch *so
             split_digits(batch, to, integers);
         else
             memcpy(batch->integers + (size_t)to * groups * GROUP, integers, (size_t)groups * GROUP * 2);
-        memcpy(batch->scales + (size_t)to * batch->stride, scales, (size_t)groups * 4);
-        memcpy(batch->corrections + (size_t)to * batch->stride, corrections, (size_t)groups * 4);
+        for (int g = 0; g < (batch->layout == BY_DIGIT ? digit_groups(batch) : groups); g += groups) {
+            const size_t at = (size_t)to * batch->stride + g;
+            memcpy(batch->scales + at, scales, (size_t)groups * 4);
+            memcpy(batch->corrections + at, corrections, (size_t)groups * 4);
+        }
         return;
     }
     const int wide = batch->layout == BY_FOUR ? 4 : 16;  /* tokens side by side */

@@ -4,7 +4,7 @@
  * unpacked with one mask or shift, and activations are stored in the same order (activations.h). Weights here are as
  * stored, `offset_of` too large; offset * (sum of activations) is subtracted once per group. integer_neon.h has the same
  * operations for NEON.
- * Bound of a sum: 64 * 128 * 32767 < 2^28 (int8), 64 * 15 * 32767 < 2^25 (int4); int32 never overflows. */
+ * Bound of a sum: 64 * 128 * 32639 < 2^28 (int8), 64 * 15 * 32639 < 2^25 (int4); int32 never overflows. */
 #pragma once
 #include "matrix.h"
 #include "vec.h"

@@ -3,6 +3,7 @@
 #include "pool.h"
 #include "rows_amx.h"
 #include "rows_avx512.h"
+#include "rows_columns.h"
 #include "rows_f32.h"
 #include "rows_integer.h"
 
@@ -12,6 +13,8 @@
 #define ROWS_SEVERAL(kind, p, begin, end) \
     if (p->x->layout == BY_TILE) \
         rows_by_tile(kind, p, begin, end); \
+    else if (p->x->layout == BY_COLUMN) \
+        rows_by_column(kind, p, begin, end); \
     else if (p->x->layout == BY_DIGIT && kind == KIND_INT4) \
         rows_by_digit(p, begin, end); \
     else
@@ -65,8 +68,12 @@ static void run_products(const struct product *products, int num_products) {
     if (num_products == 0) return;
     const int rows = products[0].w.rows;
     bool may_be_long = (size_t)rows * num_products >= (size_t)8 * LONG_CHUNK_ROWS * pool_threads();
-    for (int i = 0; i < num_products; i++) may_be_long &= products[i].x->tokens == 1;
-    const int chunk_rows = may_be_long ? LONG_CHUNK_ROWS : CHUNK_ROWS;
+    bool by_column = true;
+    for (int i = 0; i < num_products; i++) {
+        by_column &= products[i].x->layout == BY_COLUMN;
+        may_be_long &= products[i].x->layout == BY_COLUMN || products[i].x->tokens == 1;
+    }
+    const int chunk_rows = may_be_long ? LONG_CHUNK_ROWS : by_column ? COLUMN_ROWS : CHUNK_ROWS;
     struct product_job job = {products, chunk_rows, (rows + chunk_rows - 1) / chunk_rows};
     pool_run(product_task, &job, num_products * job.chunks_each);
 }

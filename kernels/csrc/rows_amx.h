@@ -1,4 +1,4 @@
-/* Packed weights times any number of tokens with AMX tiles of int8.
+/* Packed weights times more than eight tokens with AMX tiles of int8.
  *
  * An int16 activation is two digits, x = 256 * high + low, high signed and low unsigned. A group's weights are unpacked
  * once to signed bytes and lie as AMX reads them, four columns of sixteen rows in a line; the digits of a block of

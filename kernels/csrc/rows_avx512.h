@@ -12,18 +12,17 @@ INLINE void add_products(__m512i *sum, __m512i w, __m512i x) {
 
 #define DIGIT_BLOCKS 16 /* of sixteen groups: terms of 16 rows that wait to be added, 16 KiB a token */
 
-/* terms[t][0] = terms of sixteen groups (of eight and zeros) of one row of int4 times each token in digits; digits,
- * corrections and x_scales of a token lie `stride` groups after those of the one before. Nibbles are unsigned, so both digits multiply without
+/* terms + t * token_terms: terms of sixteen groups of one row of int4 times each token in digits; digits, corrections and
+ * x_scales of a token lie `stride` groups after those of the one before. Nibbles are unsigned, so both digits multiply without
  * unpacking to 16 bits: high (signed) as the second operand of vpdpbusd, low (unsigned) as its first.
  * A lane sums 4 * 2 * 15 * 128 * 256 < 2^22 at most before and after the shift. */
-INLINE void terms_of_digits(const uint8_t *data, const int num_groups, const int tokens, const char *digits,
+INLINE void terms_of_digits(const uint8_t *data, const int tokens, const char *digits,
                             const int32_t *corrections, const float *x_scales, size_t stride, __m512 scales,
-                            float (*terms)[DIGIT_BLOCKS][16][16]) {
+                            float *terms, size_t token_terms) {
     const __m512i low_nibbles = _mm512_set1_epi8(15);
     __m512i quarter[MAX_DIGIT_TOKENS][4]; /* block b of quarter[t][i] is group 4i + b */
-    memset(quarter, 0, sizeof quarter);
 #pragma GCC unroll 4
-    for (int i = 0; i < num_groups / 4; i++) {
+    for (int i = 0; i < 4; i++) {
         __m512i pair[MAX_DIGIT_TOKENS][2]; /* eight lanes each of two groups */
 #pragma GCC unroll 2
         for (int j = 0; j < 2; j++) {
@@ -50,7 +49,7 @@ INLINE void terms_of_digits(const uint8_t *data, const int num_groups, const int
         const __m512i sum = _mm512_permutexvar_epi32(in_order, sum_blocks(quarter[t]));
         const __m512i product = _mm512_sub_epi32(sum, _mm512_load_si512(corrections + t * stride));
         const __m512 scale = _mm512_mul_ps(scales, _mm512_load_ps(x_scales + t * stride));
-        _mm512_store_ps(terms[t][0][0], _mm512_mul_ps(_mm512_cvtepi32_ps(product), scale));
+        _mm512_store_ps(terms + t * token_terms, _mm512_mul_ps(_mm512_cvtepi32_ps(product), scale));
     }
 }
 
@@ -74,15 +73,48 @@ INLINE void transpose16(__m512 t[16]) {
     }
 }
 
+/* columns[i] = rows[0][i], rows[1][i], ... rows[15][i] */
+INLINE void load_columns(float rows[16][16], __m512 columns[16]) {
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) columns[i] = _mm512_load_ps(rows[i]);
+    transpose16(columns);
+}
+
 /* acc lane r += rows[r][0], rows[r][1], ... rows[r][15] */
 INLINE __m512 add_columns(__m512 acc, float rows[16][16]) {
     __m512 t[16];
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) t[i] = _mm512_load_ps(rows[i]);
-    transpose16(t);
+    load_columns(rows, t);
 #pragma GCC unroll 16
     for (int i = 0; i < 16; i++) acc = _mm512_add_ps(acc, t[i]);
     return acc;
+}
+
+/* Rows of eight groups, which latents have, two by two: they lie behind each other, as do their scales, and are one row
+ * of sixteen groups but for the sum. Of the tokens the second eight groups repeat the first (split_digits). */
+INLINE void pairs_of_digits(const struct product *p, const int tokens, int begin, int end) {
+    const struct matrix *w = &p->w;
+    const struct batch *x = p->x;
+    _Alignas(64) float terms[MAX_DIGIT_TOKENS][16][16];
+    for (int row = begin; row < end; row += 32) {
+        const int rows = end - row < 32 ? end - row : 32;
+        for (int r = 0; r < rows; r += 2) {
+            const uint8_t *bytes = row_data(w, row + r);
+            const __m512 scales = (__m512)group_scales16(w, row + r, 0, 16).part[0];
+            for (int i = 0; i < 512; i += 64) prefetch_ahead(bytes + i);
+            terms_of_digits(bytes, tokens, (const char *)x->integers, x->corrections, x->scales, x->stride, scales,
+                            terms[0][r / 2], 16 * 16);
+        }
+        for (int t = 0; t < tokens; t++) {
+            __m512 columns[16], acc[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};
+            float sums[2][16], *y = product_row(p, t);
+            load_columns(terms[t], columns); /* beyond the end: what was there before, never stored */
+#pragma GCC unroll 16
+            for (int i = 0; i < 16; i++) acc[i / 8] = _mm512_add_ps(acc[i / 8], columns[i]);
+            _mm512_storeu_ps(sums[0], acc[0]);
+            _mm512_storeu_ps(sums[1], acc[1]);
+            for (int r = 0; r < rows; r++) y[row + r] = sums[r % 2][r / 2] * row_scale(w, row + r);
+        }
+    }
 }
 
 /* Sixteen rows at a time, each read from end to end, so that memory is read in one stream. */
@@ -90,6 +122,11 @@ INLINE void rows_of_digits(const struct product *p, const int tokens, int begin,
     const struct matrix *w = &p->w;
     const struct batch *x = p->x;
     const int blocks = (x->groups + 15) / 16;
+    if (w->columns == 8 * GROUP && end - begin >= 2) {
+        const int pairs = (end - begin) & -2;
+        pairs_of_digits(p, tokens, begin, begin + pairs);
+        begin += pairs;
+    }
     _Alignas(64) float terms[MAX_DIGIT_TOKENS][DIGIT_BLOCKS][16][16];
     for (int row = begin; row < end; row += 16) {
         const int rows = end - row < 16 ? end - row : 16;
@@ -106,19 +143,15 @@ INLINE void rows_of_digits(const struct product *p, const int tokens, int begin,
                     const int32_t *corrections = x->corrections + 16 * block;
                     const float *x_scales = x->scales + 16 * block;
                     const __m512 scales = (__m512)group_scales16(w, row + r, 16 * block, groups).part[0];
-                    float(*out)[DIGIT_BLOCKS][16][16] = (float(*)[DIGIT_BLOCKS][16][16])terms[0][b][r];
                     for (int i = 0; i < 512 && i < groups * 32; i += 64) prefetch_ahead(bytes + i);
-                    if (w->columns - 16 * GROUP * block == 8 * GROUP) { /* latents are 512 wide */
-                        terms_of_digits(bytes, 8, tokens, digits, corrections, x_scales, x->stride, scales, out);
-                        continue;
-                    }
                     uint8_t tail[512];
                     if ((16 * block + 16) * GROUP > w->columns) {
                         memset(tail, 0, sizeof tail);
                         memcpy(tail, bytes, row_bytes(w) - (size_t)block * 512);
                         bytes = tail;
                     }
-                    terms_of_digits(bytes, 16, tokens, digits, corrections, x_scales, x->stride, scales, out);
+                    terms_of_digits(bytes, tokens, digits, corrections, x_scales, x->stride, scales, terms[0][b][r],
+                                    DIGIT_BLOCKS * 16 * 16);
                 }
             }
             /* rows beyond the end hold what was there before; their sums are never stored */

@@ -7,7 +7,9 @@ from glm_gpu.kernels import cpu
 from glm_gpu.kernels.matmul import ACTIVATIONS, matmul, matmuls, quantize_activations
 
 COLUMNS = [1, 31, 33, 64, 127, 128, 129, 512, 1000, 1024, 1088, 1536]
-SHAPES = [(tokens, columns) for tokens in (1, 2, 3, 4, 13) for columns in COLUMNS] + [(16, 161), (63, 130), (70, 192)]
+SHAPES = [(tokens, columns) for tokens in (1, 2, 3, 4, 13) for columns in COLUMNS] + [
+    (5, 1088), (6, 640), (8, 832), (16, 161), (63, 130), (70, 192),
+]  # fmt: skip
 
 
 @pytest.fixture

@@ -26,7 +26,8 @@ void check_matmul(void) {
     static const int shapes[][3] = { /* T, O, I; 16449 columns are more groups than one panel of the kernels holds */
         {1, 1, 1}, {1, 3, 31}, {1, 49, 65}, {2, 47, 64}, {3, 48, 33}, {4, 5, 129}, {5, 97, 200},
         {12, 3, 1023}, {13, 50, 320}, {16, 2, 1024}, {17, 33, 1088}, {33, 7, 127}, {63, 9, 1151},
-        {1, 5, 16449}, {20, 3, 16449},
+        {1, 5, 16449}, {20, 3, 16449}, {1, 70, 1100}, {2, 40, 2112}, {3, 33, 832}, {4, 96, 1536}, {6, 64, 1090},
+        {8, 35, 768}, {7, 32, 512}, {1, 35, 512}, {3, 97, 512},
     };
     for (int f = 0; f < COUNT(formats); f++)
         for (int mode = is_packed(formats[f].kind) ? MODE_INT16 : MODE_F32; mode <= MODE_F32; mode++)
@@ -104,7 +105,7 @@ static int run_expand(const struct kernels *k, const void *arguments) {
 void check_latent(void) {
     static const int shapes[][5] = { /* T, H, N, A, R */
         {1, 1, 1, 1, 1}, {1, 3, 7, 5, 65}, {4, 2, 12, 3, 512}, {5, 2, 3, 4, 257}, {13, 3, 5, 4, 96},
-        {17, 1, 20, 50, 64},
+        {17, 1, 20, 50, 64}, {1, 2, 12, 37, 512}, {2, 1, 6, 100, 512},
     };
     for (int f = 0; f < COUNT(formats); f++)
         for (int s = 0; s < COUNT(shapes); s++) {
