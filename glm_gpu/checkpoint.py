@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from glm_gpu.arrays import line_aligned
 from glm_gpu.config import ModelConfig
 from glm_gpu.errors import CheckpointError
 from glm_gpu.fp8 import dequantize_fp8, has_known_scale_shape
@@ -196,8 +197,8 @@ class Checkpoint:
             os.posix_fadvise(descriptor, info.begin + offset, len(view), os.POSIX_FADV_DONTNEED)
 
     def read_raw(self, name: str, drop_pages: bool = False) -> np.ndarray:
-        """A tensor's bytes as they are stored: [nbytes] uint8. Raises as `read_into` does."""
-        result = np.empty(self.info(name).nbytes, np.uint8)
+        """A tensor's bytes as they are stored: [nbytes] uint8, on a cache line. Raises as `read_into` does."""
+        result = line_aligned(self.info(name).nbytes)
         self.read_into(name, result, drop_pages)
         return result
 

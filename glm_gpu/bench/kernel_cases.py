@@ -6,6 +6,7 @@ from typing import Literal
 
 import numpy as np
 
+from glm_gpu.arrays import line_aligned
 from glm_gpu.kernels.absorb import absorb_query, expand_value
 from glm_gpu.kernels.activation import silu_mul
 from glm_gpu.kernels.attention import attend_explicit, attend_latent
@@ -69,14 +70,18 @@ def _normal(*shape: int) -> np.ndarray:
 
 
 def _random_bytes(size: int) -> np.ndarray:
-    """Memory of its own, filled with the same random megabyte again and again."""
-    return np.resize(np.random.default_rng(0).integers(0, 256, 1 << 20, dtype=np.uint8), size)
+    """Memory of its own, aligned as the engine's, filled with the same random megabyte again and again."""
+    megabyte, memory = np.random.default_rng(0).integers(0, 256, 1 << 20, dtype=np.uint8), line_aligned(size)
+    for begin in range(0, size, len(megabyte)):
+        memory[begin : begin + len(megabyte)] = megabyte[: size - begin]
+    return memory
 
 
 def _random_matrix(name: str, shape: tuple[int, int]) -> QuantizedMatrix:
     format = Format.parse(name)
     data = _random_bytes(format.data_nbytes(*shape)).reshape(shape[0], -1)
-    scales = np.full((shape[0], format.num_groups(shape[1])), SCALE, np.float32)
+    scales = line_aligned(4 * shape[0] * format.num_groups(shape[1])).view(np.float32).reshape(shape[0], -1)
+    scales[...] = SCALE
     return QuantizedMatrix(format, shape, data, scales)
 
 
