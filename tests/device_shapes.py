@@ -6,6 +6,7 @@ import numpy as np
 
 from glm_gpu.kernels.gpu import attention, experts, indexer, norm, projection, router, rows, sampling
 from glm_gpu.kernels.gpu.arrays import DeviceMatrix, View
+from glm_gpu.kernels.gpu.product import BLOCK_M
 from glm_gpu.kernels.launch import Recorder
 from glm_gpu.quant import Format
 from glm_gpu.slab import SlabLayout
@@ -53,6 +54,9 @@ def record_products(launcher: Recorder, T: int, format: str, dtype: str, scale_d
     projection.project(launcher, h, weight(d.Q, d.D), array("f32", T, d.Q))
     q_a, kv = array("f32", T, d.Q), array("f32", T, d.R + d.P)
     projection.project_both(launcher, h, weight(d.Q, d.D), q_a, weight(d.R + d.P, d.D), kv)
+    if T <= BLOCK_M:
+        experts_out = array("f32", pairs, d.D), array("f32", T, d.K)
+        projection.project_onto(launcher, array(dtype, T, d.F), weight(d.D, d.F), *experts_out, x)
     projection.project(launcher, array(dtype, T, d.H * d.A), weight(d.D, d.H * d.A), x, x)
     kv_b = weight(d.H * (d.N + d.A), d.R)
     projection.expand_value(launcher, array(dtype, T, d.H, d.R), kv_b, d.N, array(dtype, T, d.H * d.A))

@@ -19,7 +19,8 @@ from glm_gpu.kernels.gpu.experts import (
 )
 from glm_gpu.kernels.gpu.indexer import index_scores, select_top
 from glm_gpu.kernels.gpu.norm import rms_norm
-from glm_gpu.kernels.gpu.projection import absorb_query, expand_value, project, project_both
+from glm_gpu.kernels.gpu.product import BLOCK_M
+from glm_gpu.kernels.gpu.projection import absorb_query, expand_value, project, project_both, project_onto
 from glm_gpu.kernels.gpu.router import num_parts, project_f32, route
 from glm_gpu.kernels.gpu.rows import append, append_index_key, append_latent, rope
 from glm_gpu.model.numerics import INDEX_NORM_EPS, LATENT_NORM_EPS
@@ -129,8 +130,8 @@ def decoder_layer(
         _latent_attention(x, weights.input_norm, weights.attention, place, inputs, offsets)
     place.scratch.cut(marked)
     if isinstance(weights.mlp, MlpWeights):
-        h = _normed(x, weights.post_attention_norm, place)
-        _add_mlp(x, h, weights.mlp, place)
+        hidden = _mlp_hidden(_normed(x, weights.post_attention_norm, place), weights.mlp, place)
+        project(place.launcher, hidden, weights.mlp.down, x, add=x)
     else:
         assert experts is not None and ids is not None
         _add_moe(x, weights, place, experts, ids, None if upcoming is None else _guess(x, ids, upcoming, place))
@@ -348,16 +349,20 @@ def _add_moe(x: View, layer: LayerWeights, place: Place, experts: LayerExperts, 
         expert_output(launcher, hidden, table, layout, tile_experts, pairs, outputs)
 
     experts.compute_resident(compute)
-    if weights.shared is not None:
-        _add_mlp(x, split, weights.shared, place)
+    shared = None if weights.shared is None else _mlp_hidden(split, weights.shared, place)
     experts.compute_missing(compute)
+    if shared is not None and num_rows <= BLOCK_M:
+        project_onto(launcher, shared, weights.shared.down, outputs, expert_weights, x)
+        return
+    if shared is not None:
+        project(launcher, shared, weights.shared.down, x, add=x)
     combine(launcher, outputs, expert_weights, x, x)
 
 
-def _add_mlp(x: View, split: View, weights: MlpWeights, place: Place) -> None:
-    hidden = place.take(x.shape[0], weights.gate.shape[0], dtype=HALF)
+def _mlp_hidden(split: View, weights: MlpWeights, place: Place) -> View:
+    hidden = place.take(split.shape[0], weights.gate.shape[0], dtype=HALF)
     mlp_hidden(place.launcher, split, weights.gate, weights.up, hidden)
-    project(place.launcher, hidden, weights.down, x, add=x)
+    return hidden
 
 
 def _normed(x: View, norm: Array, place: Place) -> View:

@@ -38,6 +38,22 @@ def project(
     _project(launcher, x, w, out, add, is_split, num_rows, 1, 0, num_outputs)
 
 
+def project_onto(launcher: Launcher, x: Array, w: DeviceMatrix, experts: Array, weights: Array, out: Array) -> None:
+    """`project` added to the residual stream, and `glm_gpu.kernels.gpu.experts.combine` behind it, to the same bits.
+
+    Args:
+        x: [T, I] 16-bit, quarter-split; T is at most BLOCK_M.
+        w: [O, I], packed or plain.
+        experts: [T * K, O] f32, the outputs of each row's experts.
+        weights: [T, K] f32.
+        out: [T, O] f32, the stream.
+    """
+    num_rows, num_outputs = out.shape
+    assert num_rows <= BLOCK_M and w.shape == (num_outputs, x.shape[1]) and weights.shape[0] == num_rows, (out, w)
+    assert experts.shape == (num_rows * weights.shape[1], num_outputs), (experts.shape, weights.shape)
+    _project(launcher, x, w, out, out, False, num_rows, 1, 0, num_outputs, experts, weights)
+
+
 def project_both(
     launcher: Launcher, x: Array, w: DeviceMatrix, out: Array, other_w: DeviceMatrix, other_out: Array
 ) -> None:
@@ -90,7 +106,9 @@ def expand_value(launcher: Launcher, o: Array, kv_b: DeviceMatrix, nope_dim: int
     _project(launcher, o, kv_b, out, None, True, num_rows, num_heads, nope_dim, value_dim)
 
 
-def _project(launcher, x, w, out, add, is_split, num_rows, num_batches, first_row, num_outputs):
+def _project(
+    launcher, x, w, out, add, is_split, num_rows, num_batches, first_row, num_outputs, experts=None, weights=None
+):
     assert not is_split or (num_batches * num_outputs) % 4 == 0, (num_batches, num_outputs)
     block_m = tile_rows(num_rows)
     arguments = {
@@ -98,6 +116,8 @@ def _project(launcher, x, w, out, add, is_split, num_rows, num_batches, first_ro
         "w_ptr": words(w),
         "s_ptr": w.scales,
         "add_ptr": add,
+        "experts_ptr": experts,
+        "weights_ptr": weights,
         "out_ptr": out,
         "num_rows": num_rows,
     }
@@ -107,6 +127,7 @@ def _project(launcher, x, w, out, add, is_split, num_rows, num_batches, first_ro
         "FIRST_ROW": first_row,
         "ROWS_PER_BATCH": w.shape[0] // num_batches,
         "HAS_ADD": add is not None,
+        "NUM_CHOICES": 0 if weights is None else weights.shape[1],
         "IS_SPLIT": is_split,
     }
     grid = tiles(num_outputs, BLOCK_N), tiles(num_rows, block_m), num_batches

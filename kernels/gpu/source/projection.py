@@ -12,6 +12,8 @@ def project_kernel(
     w_ptr,
     s_ptr,
     add_ptr,
+    experts_ptr,
+    weights_ptr,
     out_ptr,
     num_rows,
     K: tl.constexpr,
@@ -26,6 +28,7 @@ def project_kernel(
     FIRST_ROW: tl.constexpr,
     ROWS_PER_BATCH: tl.constexpr,
     HAS_ADD: tl.constexpr,
+    NUM_CHOICES: tl.constexpr,
     IS_SPLIT: tl.constexpr,
 ):
     """One tile of x @ w.T: batch b reads columns [b K, b K + K) of x and N weight rows from b ROWS_PER_BATCH on."""
@@ -53,6 +56,16 @@ def project_kernel(
     begin = row.to(tl.int64)[:, None] * (NUM_BATCHES * N)
     if HAS_ADD:
         acc = acc + tl.load(add_ptr + begin + column[None, :], mask=is_stored, other=0.0)
+    if NUM_CHOICES > 0:
+        # as combine_kernel adds them
+        first = row.to(tl.int64) * NUM_CHOICES
+        experts = experts_ptr + first[:, None] * N + column[None, :]
+        weight = tl.load(weights_ptr + first, mask=row < num_rows, other=0.0)
+        mixed = tl.load(experts, mask=is_stored, other=0.0) * weight[:, None]
+        for choice in tl.static_range(1, NUM_CHOICES):
+            weight = tl.load(weights_ptr + first + choice, mask=row < num_rows, other=0.0)
+            mixed = tl.load(experts + choice * N, mask=is_stored, other=0.0) * weight[:, None] + mixed
+        acc = mixed + acc
     if IS_SPLIT:
         column = split_columns(column, NUM_BATCHES * N)
     tl.store(out_ptr + begin + column[None, :], acc.to(out_ptr.dtype.element_ty), mask=is_stored)

@@ -4,7 +4,8 @@ from device_arrays import HALF_ULP, checked, empty, matrix_view, narrow, random_
 
 from glm_gpu.kernels.absorb import absorb_query as absorb_query_specified
 from glm_gpu.kernels.absorb import expand_value as expand_value_specified
-from glm_gpu.kernels.gpu.projection import absorb_query, embed, expand_value, project, project_both
+from glm_gpu.kernels.gpu.experts import combine
+from glm_gpu.kernels.gpu.projection import absorb_query, embed, expand_value, project, project_both, project_onto
 from glm_gpu.kernels.matmul import matmul
 from glm_gpu.kernels.rope import rope_interleaved, rope_tables
 from glm_gpu.quant import dequantize
@@ -99,6 +100,22 @@ def test_two_products_in_one_launch_are_those_of_two(format, num_rows):
     project_both(checked(), x, other, view(mixed[1]), weights[1], view(found[1]))
     for one, two in zip([*expected, mixed[0]], [*found, mixed[1]], strict=True):
         np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.parametrize("format", ["int4_g64", "int8"])
+@pytest.mark.parametrize("num_rows", [1, 7])
+def test_a_product_and_the_experts_behind_it_are_added_as_by_two_launches(num_rows, format):
+    rng = np.random.default_rng(9)
+    w = matrix_view(random_matrix(rng, 72, 160, format))
+    x = view(split(narrow(rng.standard_normal((num_rows, 160)).astype(np.float32), "bf16")))
+    stream = rng.standard_normal((num_rows, 72)).astype(np.float32)
+    experts = rng.standard_normal((3 * num_rows, 72)).astype(np.float32)
+    weights = rng.random((num_rows, 3)).astype(np.float32)
+    expected, out = stream.copy(), stream.copy()
+    project(checked(), x, w, view(expected), add=view(expected))
+    combine(checked(), view(experts), view(weights), view(expected), view(expected))
+    project_onto(checked(), x, w, view(experts), view(weights), view(out))
+    np.testing.assert_array_equal(out, expected)
 
 
 def test_residual_is_added_in_place():
