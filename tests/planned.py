@@ -16,7 +16,7 @@ class PlannedDrafter:
         vocab_size: wrong tokens are the right ones' successors within it.
     """
 
-    num_pending = 0
+    num_pending, is_ready = 0, True
 
     def __init__(self, known_ids: Sequence[int], is_right: Callable[[int], bool], vocab_size: int) -> None:
         self.known_ids, self.is_right, self.vocab_size = list(known_ids), is_right, vocab_size
