@@ -5,7 +5,7 @@ from collections import deque
 
 # A step that also works on prompts may last so many times one that does not: tokens then come at no more than five
 # times their usual gap, with room for what a busy machine adds and no step has shown yet.
-_MAX_STRETCH = 3.0
+_MAX_STRETCH = 2.6
 # Where one row is too much already, more are taken as far as all together last only so much longer: with experts on
 # disk a few rows may read most of them, and small parts would add up to a far longer wait for everyone.
 _FLAT = 1.25
