@@ -68,7 +68,8 @@ class Server:
     def _drain(self) -> None:
         for line in self.process.stderr:
             if "Traceback" in line or '"level": "error"' in line:
-                self.errors[json.loads(line).get("message", line)[:60] if line.startswith("{") else line[:60]] += 1
+                message = json.loads(line).get("message", line) if line.startswith("{") else line
+                self.errors[message.replace(str(self.model), "model")[:60]] += 1
 
     def sample(self) -> dict[str, float]:
         status = Path(f"/proc/{self.process.pid}/status").read_text()
