@@ -25,15 +25,24 @@ struct strip {
     float scales[TILE_GROUPS][16];                     /* [group][row] */
 };
 
+/* How large each tile is, as AMX reads it. */
+struct tile_sizes {
+    _Alignas(64) uint8_t palette;
+    uint8_t start_row, reserved[14];
+    uint16_t bytes[16]; /* of a line */
+    uint8_t lines[16];
+};
+
+INLINE void load_tile_sizes(struct tile_sizes *sizes) {
+    sizes->palette = 1;
+    __asm__ volatile("ldtilecfg %0" : : "m"(*sizes));
+}
+
 /* Tiles 0 to 5 have a line for each token of a block, 6 and 7 sixteen lines of weights. */
 INLINE void configure_tiles(int tokens) {
-    _Alignas(64) struct {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t bytes[16];
-        uint8_t lines[16];
-    } config = {.palette = 1};
-    for (int i = 0; i < 8; i++) config.bytes[i] = 64, config.lines[i] = i < 6 ? tokens : 16;
-    __asm__ volatile("ldtilecfg %0" : : "m"(config));
+    struct tile_sizes sizes = {0};
+    for (int i = 0; i < 8; i++) sizes.bytes[i] = 64, sizes.lines[i] = i < 6 ? tokens : 16;
+    load_tile_sizes(&sizes);
 }
 
 INLINE void release_tiles(void) { __asm__ volatile("tilerelease"); }

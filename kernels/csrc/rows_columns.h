@@ -18,13 +18,9 @@ typedef int32_t column_products[2][16][2 * MAX_COLUMN_TOKENS];
 
 /* Tiles 0 to 3 are sums of two strips, of groups even and odd; 4 activations; 6 and 7 weights. */
 INLINE void configure_columns(int tokens) {
-    _Alignas(64) struct {
-        uint8_t palette, start_row, reserved[14];
-        uint16_t bytes[16];
-        uint8_t lines[16];
-    } config = {.palette = 1};
-    for (int i = 0; i < 8; i++) config.bytes[i] = i < 6 ? 8 * tokens : 64, config.lines[i] = 16;
-    __asm__ volatile("ldtilecfg %0" : : "m"(config));
+    struct tile_sizes sizes = {0};
+    for (int i = 0; i < 8; i++) sizes.bytes[i] = i < 6 ? 8 * tokens : 64, sizes.lines[i] = 16;
+    load_tile_sizes(&sizes);
 }
 
 #define COLUMN_PRODUCT(UPPER, LOWER, upper, lower, stride, digits, tokens) \
