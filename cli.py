@@ -45,15 +45,18 @@ app = typer.Typer(
 
 def main(args: Sequence[str] | None = None) -> None:
     """Run one command and leave: 0 done, 1 failed, 2 misused, 130 interrupted."""
-    sys.exit(_exit_code(sys.argv[1:] if args is None else list(args)))
+    report.open_outputs()
+    try:
+        code = _exit_code(sys.argv[1:] if args is None else list(args))
+    finally:
+        is_written = report.close_outputs()
+    sys.exit(code if is_written else code or 1)
 
 
 def _exit_code(args: list[str]) -> int:
     shared = opt.Shared()
-    report.allow_any_letters()
     try:
         code = app(args or ["--help"], prog_name="glm-gpu", standalone_mode=False, obj=shared) or 0
-        sys.stdout.flush()
     except typer.TyperException as error:
         report.error(error.format_message())
         return error.exit_code

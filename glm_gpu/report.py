@@ -16,23 +16,42 @@ _CONTROLS = dict.fromkeys([*range(32), *range(127, 160)], "\N{REPLACEMENT CHARAC
 _STYLES = {"dim": "2", "ok": "32", "warn": "33", "fail": "31"}
 
 
-def allow_any_letters() -> None:
-    """Show what the terminal's encoding lacks as question marks, or escaped in messages, rather than fail on it."""
+def open_outputs() -> None:
+    """Have all three standard streams, and show what the terminal's encoding lacks as question marks, or escaped.
+
+    One that was closed when the program began fails when it is used, as one on a full disk does.
+    """
+    for name, mode, lacks in (("stdin", "r", os.O_WRONLY), ("stdout", "w", os.O_RDONLY), ("stderr", "w", os.O_RDONLY)):
+        if getattr(sys, name) is None:
+            # the lowest number that is free: the stream's own, which no other file can get then
+            descriptor = os.open(os.devnull, lacks)
+            setattr(sys, name, open(descriptor, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+    if isinstance(getattr(sys.stdout, "buffer", None), io.RawIOBase):
+        # PYTHONUNBUFFERED, with which Python drops what a full disk has no room for and says nothing
+        sys.stdout = open(sys.stdout.fileno(), "w", encoding=sys.stdout.encoding, closefd=False)  # noqa: SIM115
     for output, errors in ((sys.stdout, "replace"), (sys.stderr, "backslashreplace")):
         if isinstance(output, io.TextIOWrapper):
             output.reconfigure(errors=errors)
 
 
+def close_outputs() -> bool:
+    """Whether all results were written. The interpreter, which flushes both outputs once more, finds them empty."""
+    are_written = [_is_flushed(output) for output in (sys.stdout, sys.__stdout__) if output is not None]
+    for output in (sys.stderr, sys.__stderr__):
+        if output is not None:
+            _is_flushed(output)
+    return all(are_written)
+
+
 def stream(text: str, style: str | None = None) -> None:
     """A piece of the answer, shown at once."""
     if text:
-        sys.stdout.write(_styled(text, style, sys.stdout))
-        sys.stdout.flush()
+        _print(_styled(text, style, sys.stdout))
 
 
 def result(text: str) -> None:
     """A line, or lines, of result."""
-    sys.stdout.write(text + "\n")
+    _print(text + "\n")
 
 
 def document(value: Any) -> None:
@@ -47,14 +66,13 @@ def screen(text: str) -> None:
 
 def note(text: str) -> None:
     """A line beside the result: progress, speed, a hint."""
-    sys.stderr.write(_styled(text, "dim", sys.stderr) + "\n")
-    sys.stderr.flush()
+    _say(_styled(text, "dim", sys.stderr) + "\n")
 
 
 def error(message: object) -> None:
     """A failure, in one line however many the message has."""
     # a file's name or its text may hold what a terminal would obey
-    sys.stderr.write("glm-gpu: " + " ".join(str(message).split("\n")).translate(_CONTROLS) + "\n")
+    _say("glm-gpu: " + " ".join(str(message).split("\n")).translate(_CONTROLS) + "\n")
 
 
 @contextmanager
@@ -63,13 +81,11 @@ def progress(text: str) -> Iterator[None]:
     if not sys.stderr.isatty():
         yield
         return
-    sys.stderr.write(_styled(text + " ...", "dim", sys.stderr))
-    sys.stderr.flush()
+    _say(_styled(text + " ...", "dim", sys.stderr))
     try:
         yield
     finally:
-        sys.stderr.write("\r\x1b[K")
-        sys.stderr.flush()
+        _say("\r\x1b[K")
 
 
 def closing_line(stats: Any) -> str:
@@ -234,6 +250,52 @@ def table(rows: list[tuple[str, str]]) -> str:
     """Lines of a name and what belongs to it, aligned."""
     width = max(len(name) for name, _ in rows)
     return "\n".join(f"{name:<{width}}  {text}" for name, text in rows)
+
+
+def _print(text: str) -> None:
+    """Write to standard output at once.
+
+    Raises:
+        OSError: it cannot be written; nothing that is printed afterwards is shown.
+    """
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        _discard(sys.stdout)
+        raise OSError(error.errno, error.strerror, "standard output") from None
+
+
+def _say(text: str) -> None:
+    """Write to standard error at once; no command fails because its messages cannot be shown."""
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except OSError:
+        _discard(sys.stderr)
+
+
+def _is_flushed(output: Any) -> bool:
+    try:
+        output.flush()
+    except OSError:
+        _discard(output)
+        return False
+    return True
+
+
+def _discard(output: Any) -> None:
+    """Let everything written to a stream vanish, what it still holds included.
+
+    Else the interpreter would fail on that when it leaves, with a message of its own and exit code 120.
+    """
+    try:
+        descriptor = output.fileno()
+    except (OSError, AttributeError):  # no stream of the system
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, descriptor)
+    os.close(nowhere)
 
 
 def _styled(text: str, style: str | None, file: Any) -> str:

@@ -1,7 +1,9 @@
 """Fixtures shared by all tests: the oracle's folders, and small checkpoints made on the spot."""
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,24 @@ from glm_gpu import cli
 from glm_gpu.safetensors_write import write_safetensors
 
 SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "uint16": "BF16", "uint8": "U8", "int64": "I64"}
+
+
+def pytest_configure():
+    """What must not depend on how the tests are started, and on how fast the machine is at the moment."""
+    if (
+        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    ):  # a shell's `&`; commands that tests start would ignore it too
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        from hypothesis import HealthCheck, settings
+    except ImportError:  # the tests of the devices' kernels do without
+        return
+    # Where a failure would stop somebody else's work the examples are the same every time; elsewhere they are new ones.
+    is_ci = bool(os.environ.get("CI"))
+    settings.register_profile(
+        "any_machine", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=is_ci
+    )
+    settings.load_profile("any_machine")
 
 
 @pytest.fixture(scope="session")

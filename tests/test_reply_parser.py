@@ -121,7 +121,7 @@ def test_reply_is_the_same_in_chunks_of_any_size(text, expected, size):
     seed=st.integers(0, 2**32),
     in_reasoning=st.booleans(),
 )
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=500)
 def test_any_chunking_of_any_text_gives_the_same_reply(fragments, seed, in_reasoning):
     """C44."""
     text = "".join(fragments)

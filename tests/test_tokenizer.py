@@ -79,7 +79,7 @@ def test_unfinished_character_is_flushed_once_at_the_end(byte_level):
 
 
 @given(data=st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @pytest.mark.parametrize("special", [False, True])
 def test_deltas_put_together_equal_the_librarys_whole_text(special, data, byte_level):
     ids = data.draw(st.lists(st.integers(0, byte_level.vocab_size - 1), max_size=24))
@@ -90,7 +90,7 @@ def test_deltas_put_together_equal_the_librarys_whole_text(special, data, byte_l
 
 
 @given(text=st.text(max_size=30))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @pytest.mark.parametrize("kind", ["byte_level", "byte_fallback"])
 def test_any_text_comes_back_from_its_ids(kind, text, request):
     text = text.replace("\ufdd0", "").replace("▁", "")  # a mark of ours, and SentencePiece's space
@@ -99,7 +99,7 @@ def test_any_text_comes_back_from_its_ids(kind, text, request):
 
 
 @given(data=st.data())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_valid_byte_fallback_text_equals_the_librarys(data, byte_fallback):
     ids = byte_fallback.encode(data.draw(st.text(max_size=20)))
     assert byte_fallback.decode(ids) == byte_fallback_backend().decode(ids)

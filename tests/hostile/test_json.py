@@ -51,7 +51,7 @@ def test_dense_text_takes_no_more_than_was_told(name, check_keys):
 
 
 @given(VALUES, st.booleans(), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_any_text_takes_no_more_than_was_told(value, is_ascii, check_keys):
     text = json.dumps({"x": [value] * 20}, ensure_ascii=is_ascii).encode("utf-8", "replace")
     assert takes_no_more_than_told(text, check_keys)

@@ -19,6 +19,7 @@ from glm_gpu.engine import DEMO_MODEL
 SOURCE = Path(__file__).parents[2]
 PROMPT = "And it came to pass"
 RUN = ("run", PROMPT, "--max-tokens", "4", "--temperature", "0", "--context", "128")
+BUFFERED, UNBUFFERED = {"PYTHONUNBUFFERED": ""}, {"PYTHONUNBUFFERED": "1"}
 IS_ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
 
 can_mount = pytest.mark.skipif(
@@ -54,6 +55,14 @@ def call(tmp_path):
 def answer():
     command = [sys.executable, "-m", "glm_gpu", *RUN]
     return subprocess.run(command, cwd=SOURCE, capture_output=True, check=True).stdout
+
+
+@pytest.fixture
+def pipe_without_reader():
+    reading, writing = os.pipe()
+    os.close(reading)
+    yield writing
+    os.close(writing)
 
 
 def refuses_in_one_line(done, *words):
@@ -129,14 +138,38 @@ def test_messages_hold_nothing_that_a_terminal_obeys(call, tmp_path):
     assert refuses_in_one_line(done, "no such folder") and not any(letter in done.stderr for letter in b"\x1b\x07\x9b")
 
 
-@pytest.mark.parametrize("stdout", ["/dev/full", None])
-def test_output_that_cannot_be_written_is_told(call, stdout):
-    if stdout is None:
-        done = call(*RUN, prefix=["sh", "-c", 'exec "$@" >&-', "sh"])
-    else:
-        with Path(stdout).open("wb") as full:
-            done = call(*RUN, stdout=full, stderr=subprocess.PIPE, capture_output=False)
-    assert refuses_in_one_line(done) or done.returncode == 0
+@pytest.mark.parametrize("variables", [BUFFERED, UNBUFFERED], ids=["buffered", "unbuffered"])
+@pytest.mark.parametrize("redirection", [">/dev/full", ">&-"])
+@pytest.mark.parametrize("command", [RUN, ("--help",), ("doctor",)], ids=["run", "help", "doctor"])
+def test_results_that_cannot_be_written_are_told_in_one_line(call, command, redirection, variables):
+    done = call(*command, prefix=["sh", "-c", f'exec "$@" {redirection}', "sh"], variables=variables)
+    assert refuses_in_one_line(done) and done.returncode == 1 and done.stderr.count(b"\n") == 1
+
+
+@pytest.mark.parametrize("variables", [BUFFERED, UNBUFFERED], ids=["buffered", "unbuffered"])
+def test_results_of_which_only_a_part_can_be_written_are_told_in_one_line(call, tmp_path, variables):
+    out, limits = tmp_path / "out", {"RLIMIT_FSIZE": 1000}
+    with out.open("wb") as file:
+        options = {"stdout": file, "stderr": subprocess.PIPE, "capture_output": False}
+        done = call("doctor", "--json", limits=limits, variables=variables, **options)
+    assert refuses_in_one_line(done, "standard output", "too large") and out.stat().st_size == 1000
+
+
+@pytest.mark.parametrize("command", [RUN, ("--help",), ("doctor",)], ids=["run", "help", "doctor"])
+def test_results_that_nobody_reads_end_a_command_without_a_word(call, pipe_without_reader, command):
+    done = call(*command, stdout=pipe_without_reader, stderr=subprocess.PIPE, capture_output=False, variables=BUFFERED)
+    assert done.returncode == 1 and done.stderr == b""
+
+
+@pytest.mark.parametrize("redirection", ["2>/dev/full", "2>&-"])
+def test_messages_that_cannot_be_written_leave_the_answer(call, answer, redirection):
+    done = call(*RUN, prefix=["sh", "-c", f'exec "$@" {redirection}', "sh"], variables=BUFFERED)
+    assert done.returncode == 0 and done.stdout == answer
+
+
+def test_messages_that_nobody_reads_leave_the_answer(call, answer, pipe_without_reader):
+    done = call(*RUN, stdout=subprocess.PIPE, stderr=pipe_without_reader, capture_output=False, variables=BUFFERED)
+    assert done.returncode == 0 and done.stdout == answer
 
 
 def test_a_working_folder_that_is_gone_leaves_the_answer(call, answer, tmp_path):

@@ -69,7 +69,7 @@ heats = st.one_of(st.none(), st.integers(0, 5).map(some_heat))
 
 
 @given(budgets, heats, st.one_of(st.none(), st.integers(0, 3000)), st.integers(0, 4000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_plan_stays_within_its_budget_and_uses_what_it_may(ram, heat, memlock, spare):
     plan = small_plan(ram, heat, memlock, spare)
     assert plan.ram_bytes <= ram
@@ -80,7 +80,7 @@ def test_a_plan_stays_within_its_budget_and_uses_what_it_may(ram, heat, memlock,
 
 
 @given(budgets, heats, st.one_of(st.none(), st.integers(0, 3000)), st.integers(0, 4000))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_every_expert_is_in_one_tier_and_tiers_add_up(ram, heat, memlock, spare):
     plan = small_plan(ram, heat, memlock, spare)
     assert (plan.placement[0] == NO_TIER).all()
@@ -93,7 +93,7 @@ def test_every_expert_is_in_one_tier_and_tiers_add_up(ram, heat, memlock, spare)
 
 
 @given(budgets, st.integers(0, 3000), heats)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_more_memory_never_gives_fewer_slots(ram, more, heat):
     less, larger = small_plan(ram, heat), small_plan(ram + more, heat)
     for size, count in less.num_slots.items():
