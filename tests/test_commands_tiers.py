@@ -2,11 +2,11 @@
 
 import json
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from waiting import wait_until
 
 from glm_gpu.engine import Engine
 from glm_gpu.opening import EngineOptions
@@ -53,13 +53,11 @@ def test_plan_goes_by_the_heat_that_earlier_runs_left(invoke, oracle_dir):
 
 def engine_document(fingerprint: str, num_decoded: int) -> dict:
     """What the engine of a model publishes once it has decoded so many tokens."""
-    until = time.monotonic() + 20
-    while time.monotonic() < until:
-        for document in live_engines(state_folder(), fingerprint):
-            if document["tokens"]["decode"] == num_decoded:
-                return document
-        time.sleep(0.05)
-    raise AssertionError("nothing was published")
+    return wait_until(
+        lambda: next(
+            (d for d in live_engines(state_folder(), fingerprint) if d["tokens"]["decode"] == num_decoded), None
+        )
+    )
 
 
 def test_status_shows_a_running_engine_and_its_model_without_one(invoke):

@@ -2,11 +2,13 @@
 
 import threading
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from asking import CONTEXT, GREEDY, Answer, P, ask, prompt, run
 from toy_model import LAYOUT, ToyModel
+from waiting import LONG_S, wait_until
 
 from glm_gpu.engine import Engine
 from glm_gpu.errors import CheckpointError, OverloadedError, RequestError
@@ -180,13 +182,14 @@ def test_an_answer_may_fill_the_context_to_the_last_position(make):
     assert len(answer.ids) == 10 and answer.ids == ToyModel().answer(prompt(2 * P - 10, 1), 10)
 
 
-def test_a_deadline_ends_queued_and_running_requests(make):
-    scheduler = make(max_running=1)
+def test_a_deadline_ends_queued_and_running_requests(make, monkeypatch):
+    scheduler, now = make(max_running=1), [0.0]
+    monkeypatch.setattr("glm_gpu.jobs.time", SimpleNamespace(monotonic=lambda: now[0]))
     running, queued = Answer(), Answer()
     scheduler.submit(ask([1], 1000, deadline_s=0.05), running)
-    scheduler.submit(ask([2], 1000, deadline_s=0.0), queued)
+    scheduler.submit(ask([2], 1000, deadline_s=0.005), queued)
     while scheduler.step():
-        pass
+        now[0] += 0.01
     for answer in (running, queued):
         assert isinstance(answer.result.error, OverloadedError) and "deadline" in str(answer.result.error)
     assert running.tokens and not queued.tokens
@@ -292,18 +295,20 @@ def test_a_prompt_is_scored_in_full_even_where_it_is_cached(make, length):
 
 
 def test_closing_drains_and_then_cancels(make):
-    scheduler = make()
-    scheduler._model.pass_s = 0.002
+    scheduler, short = make(), Answer()
+    scheduler._model.before_pass = lambda batch: wait_until(lambda: scheduler._is_closing)
     scheduler.start()
-    short, endless = Answer(), Answer()
     scheduler.submit(ask([1], 5), short)
-    scheduler.submit(ask([2], CONTEXT - 1), endless)
-    began = time.monotonic()
-    scheduler.close(drain_s=0.3)
-    assert 0.25 < time.monotonic() - began < 2
-    assert short.result.finish_reason == "length" and endless.result.finish_reason == "cancelled"
+    scheduler.close(drain_s=LONG_S)
+    assert short.result.finish_reason == "length"
     with pytest.raises(OverloadedError, match="shutting down"):
         scheduler.submit(ask([1]), Answer())
+    scheduler, endless = make(), Answer()
+    scheduler._model.before_pass, scheduler._model.pass_s = lambda batch: None, 0.002
+    scheduler.start()
+    scheduler.submit(ask([2], CONTEXT - 1), endless)
+    scheduler.close(drain_s=0.01)
+    assert endless.result.finish_reason == "cancelled"
 
 
 def test_submissions_and_cancellations_from_many_threads_all_end(make):
@@ -318,7 +323,7 @@ def test_submissions_and_cancellations_from_many_threads_all_end(make):
                 if rng.random() < 0.3:
                     time.sleep(rng.random() * 0.01)
                     job.cancel()
-                if not answer.has_ended.wait(30):
+                if not answer.has_ended.wait(LONG_S):
                     failures.append("no end")
                 elif answer.ids != ToyModel().answer(ids, len(answer.ids)):
                     failures.append("other tokens")

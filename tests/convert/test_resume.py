@@ -90,15 +90,18 @@ def test_killed_at_20_random_moments_a_rerun_gives_the_same_container(oracle_dir
     whole_s = time.monotonic() - began
     seen: dict[str, bytes] = {}
     num_kills = num_found_half_written = 0
-    while num_kills < 20:
+    patience_s = whole_s / 8
+    while num_kills < 20 or not num_found_half_written:
         child = start_child(source, out)
-        time.sleep(rng.uniform(0, whole_s / 8))
+        time.sleep(rng.uniform(0, patience_s))
         child.kill()
         was_killed = child.wait() == -signal.SIGKILL
         child.stdout.close(), child.stderr.close()
         assert was_killed or child.returncode == 0
         num_kills += was_killed
         num_found_half_written += any(out.glob("*.safetensors.partial"))
+        if not num_found_half_written:  # the machine has become slower: later moments are in the middle of something
+            patience_s *= 1.2
         for path in out.glob("*.safetensors"):  # never overwritten: the same file for good
             identity = (path.stat().st_ino, path.stat().st_mtime_ns)
             assert seen.setdefault(path.name, identity) == identity
@@ -108,7 +111,6 @@ def test_killed_at_20_random_moments_a_rerun_gives_the_same_container(oracle_dir
             seen.clear()
     run_conversion(source, out)
     assert container_hash(out) == uninterrupted
-    assert num_found_half_written > 0  # otherwise the moments were not in the middle of anything
 
 
 def test_interrupt_leaves_no_half_written_shard_and_a_rerun_goes_on(oracle_dir, tmp_path, uninterrupted):

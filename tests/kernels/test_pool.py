@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from product_weights import random_matrix
+from waiting import LONG_S
 
 from glm_gpu.kernels import cpu
 from glm_gpu.kernels.matmul import matmul
@@ -61,11 +62,16 @@ def test_every_chunk_runs_once_without_a_race(tmp_path, flags):
 @built
 def test_idle_workers_use_no_processor_time(two_threads, product):
     x, w, _ = product
-    matmul(x, w)
-    time.sleep(0.05)
-    before = time.process_time()
-    time.sleep(0.5)
-    assert time.process_time() - before < 0.05
+
+    def used_s():
+        matmul(x, w)
+        time.sleep(0.05)
+        before = time.process_time()
+        time.sleep(0.5)
+        return time.process_time() - before
+
+    # what other threads of the process take comes and goes; workers that never slept would take it all each time
+    assert any(used_s() < 0.05 for _ in range(3))
 
 
 @built
@@ -79,7 +85,7 @@ def test_a_forked_child_computes(two_threads, product):
     queue = context.Queue()
     child = context.Process(target=compute, args=(queue,))
     child.start()
-    result = queue.get(timeout=60)
+    result = queue.get(timeout=LONG_S)
     child.join()
     np.testing.assert_array_equal(result, expected)
     np.testing.assert_array_equal(matmul(x, w), expected)

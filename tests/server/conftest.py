@@ -3,6 +3,7 @@
 import httpx
 import pytest
 from server_fixtures import CONTEXT, serve
+from waiting import LONG_S
 
 from glm_gpu.engine import Engine
 
@@ -41,14 +42,14 @@ def served(shared_server):
 
 @pytest.fixture
 def http(served):
-    with httpx.Client(base_url=served.url, timeout=20) as client:
+    with httpx.Client(base_url=served.url, timeout=LONG_S) as client:
         yield client
 
 
 @pytest.fixture
 def openai(served):
     module = pytest.importorskip("openai", reason="needs the extra 'test'")
-    with module.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=20) as client:
+    with module.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=LONG_S) as client:
         yield client
 
 

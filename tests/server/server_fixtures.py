@@ -3,10 +3,10 @@
 import asyncio
 import contextlib
 import threading
-import time
 
 import pytest
 from toy_model import LAYOUT, ToyModel
+from waiting import LONG_S, wait_until
 
 from glm_gpu.pages import PagePool
 from glm_gpu.scheduler import Scheduler
@@ -53,14 +53,9 @@ class Served:
             return sum(ids[-3:]) % 1900 + 3
         return [*script, self.engine.tokenizer.token_id("<|user|>")][min(len(ids) - at, len(script))]
 
-    def idle(self, within_s=2.0):
-        """Whether nothing runs or waits any more, soon."""
-        end = time.monotonic() + within_s
-        while time.monotonic() < end:
-            if not self.scheduler.num_running and not self.scheduler.num_queued:
-                return True
-            time.sleep(0.005)
-        return False
+    def idle(self):
+        """Waits until nothing runs or waits any more."""
+        return wait_until(lambda: not self.scheduler.num_running and not self.scheduler.num_queued)
 
 
 @contextlib.contextmanager
@@ -79,16 +74,14 @@ def serve(engine, model=None, num_pages=256, options=None, layout=LAYOUT, **sett
         server.install_signal_handlers = lambda: None
         thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)
         thread.start()
-        end = time.monotonic() + 20
-        while not server.started:
-            assert time.monotonic() < end and thread.is_alive()
-            time.sleep(0.01)
+        wait_until(lambda: server.started or not thread.is_alive())
+        assert server.started
         port = server.servers[0].sockets[0].getsockname()[1]
         try:
             yield Served(engine, model, scheduler, f"http://127.0.0.1:{port}")
         finally:
             server.should_exit = True
-            thread.join(20)
+            thread.join(LONG_S)
             assert not thread.is_alive()
     scheduler.tree.clear()
     assert pool.num_free == pool.num_pages

@@ -6,6 +6,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from waiting import LONG_S
 
 # GLM_GPU_FUZZ=100 tries a hundred times as many.
 TIMES = int(os.environ.get("GLM_GPU_FUZZ", "1"))
@@ -89,7 +90,7 @@ def test_no_body_is_an_error_of_the_server(shared_server, schema, path):
         {name: LIKELY.get(name, ODD) for name in sorted(required)},
         optional={name: LIKELY.get(name, ODD) for name in names if name not in required},
     )
-    with httpx.Client(base_url=shared_server.url, timeout=20) as client:
+    with httpx.Client(base_url=shared_server.url, timeout=LONG_S) as client:
 
         @settings(max_examples=60 * TIMES, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
         @given(body=st.one_of(bodies, bodies, ODD))

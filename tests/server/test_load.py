@@ -7,6 +7,7 @@ import threading
 import httpx
 from server_fixtures import serve
 from toy_model import ToyModel
+from waiting import LONG_S, wait_until
 
 from glm_gpu.jobs import Job
 
@@ -25,7 +26,7 @@ def test_32_clients_of_whom_a_fifth_leave_get_the_answers_they_get_alone(demo_co
 
         def client(number):
             rng = random.Random(number)
-            with httpx.Client(base_url=served.url, timeout=60) as http:
+            with httpx.Client(base_url=served.url, timeout=LONG_S) as http:
                 for _ in range(5):
                     ids = [rng.randrange(3, 1900) for _ in range(rng.choice([1, 20, 200, 700]))]
                     if rng.random() < 0.5:
@@ -65,4 +66,4 @@ def test_32_clients_of_whom_a_fifth_leave_get_the_answers_they_get_alone(demo_co
         scheduler = served.scheduler
         assert scheduler.pool.num_pages - scheduler.pool.num_free == scheduler.tree.num_pages
         assert threading.active_count() <= threads_before + 8  # the pool that renders prompts keeps a few
-        assert num_jobs() <= jobs_before
+        assert wait_until(lambda: num_jobs() <= jobs_before)  # the last ones' connections may still be closing

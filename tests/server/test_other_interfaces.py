@@ -1,6 +1,7 @@
 """/v1/messages through Anthropic's client, /v1/responses through OpenAI's, and what the server tells of itself."""
 
 import pytest
+from waiting import LONG_S
 
 anthropic = pytest.importorskip("anthropic", reason="needs the extra 'test'")
 parser = pytest.importorskip("prometheus_client.parser", reason="needs the extra 'test'")
@@ -15,7 +16,7 @@ CALL = "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</arg_value
 
 @pytest.fixture
 def client(served):
-    with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0, timeout=20) as client:
+    with anthropic.Anthropic(base_url=served.url, api_key="none", max_retries=0, timeout=LONG_S) as client:
         yield client
 
 

@@ -4,6 +4,7 @@ import shutil
 
 import numpy as np
 import pytest
+from waiting import LONG_S, wait_until
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs the extra 'test'")
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
@@ -41,6 +42,7 @@ def page(browser, served):
     """The page, open and ready; it must not have asked anyone else for anything, nor reported an error."""
     context = browser.new_context(viewport={"width": 1280, "height": 800})
     page, problems = context.new_page(), []
+    page.set_default_timeout(1e3 * LONG_S)
     page.on("pageerror", lambda error: problems.append(str(error)))
     # A request that the server refuses is an error to the browser; one test makes one.
     page.on("console", lambda m: m.type == "error" and "400" not in m.text and problems.append(m.text))
@@ -82,7 +84,7 @@ def test_a_chat_by_keyboard_alone(served, page):
 
 
 def test_escape_stops_an_answer_and_the_server_s_work(served, page):
-    served.says, served.model.pass_s = "on and on " * 100, 0.02
+    served.says, served.model.pass_s = "on and on " * 400, 0.05
     ask(page, "go")
     page.wait_for_selector(".turn.assistant :text('on and')")
     page.keyboard.press("Escape")
@@ -122,23 +124,31 @@ def test_the_live_view_shows_the_store_as_it_is(served, page, scheme, tmp_path):
     layers = sorted(served.engine.store.tier_map())
     heat.count(layers[0], np.array([[0, 1, 2, 3]] * 5), "decode")
     page.wait_for_selector("#legend li")
-    page.wait_for_timeout(1700)
-    places = served.engine.store.tier_map()
-    counts = {
-        name: sum(int((p == code).sum()) for p in places.values())
-        for code, name in enumerate(("disk", "ram", "locked"))
-    }
-    legend = dict(text.split() for text in page.locator("#legend li").all_inner_texts())
-    assert {name: int(number) for name, number in legend.items()} == {name: n for name, n in counts.items() if n}
     assert page.locator("#map-size").inner_text() == f"{len(layers)} layers × 64"
-    colours = page.evaluate(
-        """() => { const c = document.getElementById("map"), box = c.getContext("2d");
-        const cell = (c.width - 24) / 64;
-        return [...Array(64).keys()].map((x) => [...box.getImageData(24 + (x + 0.4) * cell, 8, 1, 1).data]); }"""
-    )
-    for x, (red, _, blue, _) in enumerate(colours):
-        assert (red > blue) == (places[layers[0]][x] == 2), x
-    assert colours[0][3] > 240 and min(alpha for *_, alpha in colours) < 80
+
+    def shows_the_store():
+        places = served.engine.store.tier_map()
+        counts = {
+            name: sum(int((p == code).sum()) for p in places.values())
+            for code, name in enumerate(("disk", "ram", "locked"))
+        }
+        legend = dict(text.split() for text in page.locator("#legend li").all_inner_texts())
+        colours = page.evaluate(
+            """() => { const c = document.getElementById("map"), box = c.getContext("2d");
+            const cell = (c.width - 24) / 64;
+            return [...Array(64).keys()].map((x) => [...box.getImageData(24 + (x + 0.4) * cell, 8, 1, 1).data]); }"""
+        )
+        return (
+            {name: int(number) for name, number in legend.items()} == {name: n for name, n in counts.items() if n}
+            and all(
+                (red > blue) == (place == 2)
+                for (red, _, blue, _), place in zip(colours, places[layers[0]], strict=True)
+            )
+            and colours[0][3] > 240
+            and min(alpha for *_, alpha in colours) < 80
+        )
+
+    wait_until(shows_the_store)
     page.focus("#map")
     page.keyboard.press("ArrowRight")
     assert page.locator("#cell").inner_text().startswith(f"Layer {layers[0]}, expert 0: in ")

@@ -6,11 +6,11 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import httpx
 import pytest
+from waiting import LONG_S, wait_until
 
 import glm_gpu
 from glm_gpu.engine import DEMO_MODEL
@@ -35,7 +35,7 @@ class Process:
 
     def stop(self, how=signal.SIGTERM):
         self.process.send_signal(how)
-        return self.process.wait(40)
+        return self.process.wait(LONG_S)
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def refused(*args, **environment):
 
 def complete(url, prompt, **fields):
     body = {"prompt": prompt, "temperature": 0, "max_tokens": 3, **fields}
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=LONG_S).json()
 
 
 def test_a_conversation_goes_on_in_the_next_server_and_an_answer_ends_before_the_stop(start):
@@ -74,8 +74,7 @@ def test_a_conversation_goes_on_in_the_next_server_and_an_answer_ends_before_the
         target=lambda: slow.update(complete(first.url, "Of man", max_tokens=200, ignore_eos=True))
     )
     client.start()
-    while httpx.get(f"{first.url}/status").json()["requests"]["running"] == 0:
-        time.sleep(0.01)
+    wait_until(lambda: not client.is_alive() or httpx.get(f"{first.url}/status").json()["requests"]["running"])
     assert first.stop() == 0
     client.join()
     assert slow["usage"]["completion_tokens"] == 200

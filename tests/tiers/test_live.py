@@ -8,17 +8,10 @@ import threading
 import time
 
 import pytest
+from waiting import LONG_S, wait_until
 
 from glm_gpu.machine import process_start
 from glm_gpu.tiers.live import StatusPublisher, live_engines
-
-
-def wait_for(condition, seconds: float = 10.0):
-    until = time.monotonic() + seconds
-    while not (result := condition()):
-        assert time.monotonic() < until
-        time.sleep(0.01)
-    return result
 
 
 def publish(folder, **document):
@@ -40,29 +33,31 @@ def dead_pid() -> int:
 def test_state_is_there_while_the_engine_runs_and_gone_afterwards(tmp_path):
     numbers = iter(range(1000))
     with StatusPublisher(tmp_path, lambda: {"fingerprint": "f00d", "number": next(numbers)}):
-        first = wait_for(lambda: live_engines(tmp_path))[0]
+        first = wait_until(lambda: live_engines(tmp_path))[0]
         assert (first["pid"], first["fingerprint"]) == (os.getpid(), "f00d")
-        wait_for(lambda: live_engines(tmp_path)[0]["number"] > first["number"])
+        wait_until(lambda: live_engines(tmp_path)[0]["number"] > first["number"])
         assert [path.suffix for path in (tmp_path / "live").iterdir()] == [".json"]
     assert live_engines(tmp_path) == []
     assert not list((tmp_path / "live").iterdir())
 
 
 def test_readers_never_see_half_a_document(tmp_path):
-    stop, seen = threading.Event(), []
+    stop, seen = threading.Event(), set()
 
     def read():
         while not stop.is_set():
-            seen.extend(len(document["filler"]) for document in live_engines(tmp_path))
+            seen.update((document["at"], len(document["filler"])) for document in live_engines(tmp_path))
 
     reader = threading.Thread(target=read)
     with StatusPublisher(tmp_path, lambda: {"filler": "x" * 200_000}):
-        wait_for(lambda: live_engines(tmp_path))
+        wait_until(lambda: live_engines(tmp_path))
         reader.start()
-        time.sleep(1.2)  # two replacements
-        stop.set()
-        reader.join()
-    assert seen and set(seen) == {200_000}
+        try:
+            wait_until(lambda: len(seen) > 2)  # two replacements
+        finally:
+            stop.set()
+            reader.join()
+    assert {num_chars for _, num_chars in seen} == {200_000}
 
 
 def test_engines_that_died_are_not_shown_and_swept_once_they_are_old(tmp_path, dead_pid):
@@ -106,7 +101,7 @@ def test_nowhere_to_publish_is_no_trouble(tmp_path, caplog):
 def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path, caplog):
     (tmp_path / "live").write_text("a file where the folder should be")
     with StatusPublisher(tmp_path, dict) as publisher:
-        publisher._thread.join(10)
+        publisher._thread.join(LONG_S)
     assert len(caplog.records) == 1 and "not published" in caplog.text
 
 

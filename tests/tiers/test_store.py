@@ -8,6 +8,7 @@ import weakref
 import numpy as np
 import pytest
 from small_models import decode, open_model, prefill
+from waiting import LONG_S
 
 from glm_gpu.batch import Batch
 from glm_gpu.checkpoint import Checkpoint
@@ -106,7 +107,7 @@ def test_residents_come_first_and_missing_experts_as_they_arrive(open_store, ope
     gate = threading.Event()
 
     def preadv(descriptor, buffers, offset):
-        gate.wait(10)
+        gate.wait(LONG_S)
         return os.preadv(descriptor, buffers, offset)
 
     gate.set()
