@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from waiting import LONG_S
 
 from glm_gpu.batch import Batch
 from glm_gpu.checkpoint import Checkpoint
@@ -23,7 +24,7 @@ LOGIT_TOLERANCE = 5e-4
 
 
 def open_model(path: Path, recipe: Recipe | None = None, numerics: Numerics | None = None) -> Transformer:
-    """A model with its multi-token layer, in float32 unless a recipe is given."""
+    """A model with its multi-token layer, in float32 unless a recipe is given; all of it is in memory."""
     recipe = recipe or Recipe.float32()
     checkpoint = Checkpoint.open(path)
     config = checkpoint.config
@@ -32,6 +33,10 @@ def open_model(path: Path, recipe: Recipe | None = None, numerics: Numerics | No
     weights = load_weights(checkpoint, config, recipe, has_mtp)
     files = ExpertFiles(checkpoint, recipe, layers)
     store = TieredStore(files, slots_for_all(files), Heat(config.num_hidden_layers + 1, config.n_routed_experts))
+    residency = store._residency
+    with residency.changed:
+        assert residency.changed.wait_for(lambda: residency.holds_every_expert and not residency.jobs, LONG_S)
+    store.close()
     return Transformer(config, weights, store, numerics)
 
 

@@ -89,7 +89,7 @@ def _row(runs: Sequence[Run], mode: ReadMode, depth: int, seconds: float) -> Rea
 
 
 def read_rate(order: Sequence[Run], mode: ReadMode, depth: int, seconds: float) -> float:
-    """GB/s of reading runs in order, over and over, with `depth` threads.
+    """GB/s of reading runs in order, over and over, with `depth` threads, each of which reads at least once.
 
     Raises:
         OSError: the file system refuses the mode.
@@ -103,7 +103,7 @@ def read_rate(order: Sequence[Run], mode: ReadMode, depth: int, seconds: float) 
         largest = max(run.nbytes for run in order)
         # on huge pages as slots are, where a direct read has 500 times fewer pieces of memory to fill
         view = memoryview(slot_memory(largest + 2 * DIRECT_ALIGNMENT, largest))
-        while time.perf_counter() - began < seconds and not failures:
+        while not failures:
             with lock:
                 number = next(position)
             if number >= len(order) and mode == "buffered":
@@ -118,6 +118,8 @@ def read_rate(order: Sequence[Run], mode: ReadMode, depth: int, seconds: float) 
                 return
             with lock:
                 num_bytes[0] += count
+            if time.perf_counter() - began >= seconds:
+                return
 
     threads = [threading.Thread(target=work) for _ in range(depth)]
     for thread in threads:

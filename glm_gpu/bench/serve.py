@@ -61,7 +61,7 @@ def measure_serve(
         prompt_tokens: of the prompt whose computing other answers must live with.
 
     Raises:
-        DeviceError: the server does not start, or is too slow for these windows.
+        DeviceError: the server does not start.
     """
     options, part = EngineOptions(threads=threads, context=512, speculate="off"), model_part("serve", path)
     with Engine.open(path, options) as engine:
@@ -72,8 +72,6 @@ def measure_serve(
         limit = Limit(alone, "the engine without a server")
         # in turns, for a machine's speed may change while it is measured
         pairs = [tuple(throughput(address, vocab_size, n, window_s) for n in (1, 8)) for _ in range(WINDOWS)]
-        if not all(one for one, _ in pairs):
-            raise DeviceError(f"the server gave no token in {window_s:g} s; give more --seconds")
         part.add("1 client", (one for one, _ in pairs), "tok/s", limit)
         gain = statistics.median(eight / one for one, eight in pairs)
         part.add("8 clients", (eight for _, eight in pairs), "tok/s", gain=gain)
@@ -149,13 +147,13 @@ def body(rng: random.Random, vocab_size: int, num_ids: int, max_tokens: int) -> 
 
 
 def throughput(address: Address, vocab_size: int, num_clients: int, window_s: float) -> float:
-    """Tokens a second over all clients."""
+    """Tokens a second over all clients; where none came in the window, one by the time of the first."""
     began = time.perf_counter() + 0.5  # when everybody has begun
     end, times, lock = began + window_s, [], threading.Lock()
 
     def client(number: int) -> None:
         rng = random.Random(number)
-        while time.perf_counter() < end:
+        while time.perf_counter() < end or not times or times[-1] < began:
             for at, _ in ask(address, body(rng, vocab_size, 8, 64)):
                 with lock:
                     times.append(at)
@@ -163,7 +161,8 @@ def throughput(address: Address, vocab_size: int, num_clients: int, window_s: fl
                     return
 
     in_threads(num_clients, client)
-    return sum(began <= at < end for at in times) / window_s
+    num_tokens = sum(began <= at < end for at in times)
+    return num_tokens / window_s if num_tokens else 1 / (min(at for at in times if at >= end) - began)
 
 
 @dataclass(frozen=True)
@@ -224,6 +223,8 @@ def _quantile(values: list[float], share: float) -> float:
 def mixed_load(address: Address, vocab_size: int, num_clients: int, seconds: float, longest: int) -> Load:
     """Clients of all kinds, one in five of whom leaves; whoever stays compares with the answer given alone.
 
+    The first request of each is seen to its end, however long that takes.
+
     Args:
         longest: tokens of the longest of four lengths of prompts.
     """
@@ -236,25 +237,28 @@ def mixed_load(address: Address, vocab_size: int, num_clients: int, seconds: flo
     end = time.perf_counter() + seconds
 
     def client(number: int) -> None:
-        rng = random.Random(number)
-        while time.perf_counter() < end:
+        rng, is_first = random.Random(number), True
+        while is_first or time.perf_counter() < end:
             which = rng.randrange(len(bodies))
             leaves_after = 1 + rng.randrange(3) if rng.random() < 0.2 else None
             pieces = []
             try:
                 for _, text in itertools.islice(ask(address, bodies[which]), leaves_after):
-                    if time.perf_counter() > end:
+                    is_late = time.perf_counter() > end
+                    if is_late and not is_first:
                         return  # which leaves too
-                    found.count(tokens=1)
+                    found.count(tokens=int(not is_late))
                     pieces.append(text)
             except Refused:
                 found.count(refused=1)
                 time.sleep(0.5)
+                is_first = False
                 continue
             if leaves_after is None:
                 found.count(ended=1, differed="".join(pieces) != alone[which])
             else:
                 found.count(left=1)
+            is_first = False
 
     in_threads(num_clients, client)
     return found

@@ -3,8 +3,10 @@
 import hashlib
 import json
 import re
+import socket
 import threading
 from collections import Counter
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -35,11 +37,12 @@ class FakeHub(ThreadingHTTPServer):
         on_request: called with a file's name before it is answered.
     """
 
-    daemon_threads = True
+    daemon_threads = False  # closing waits for them
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)
         self.folder = folder
+        self.connections: list[socket.socket] = []
         self.requests: Counter = Counter()
         self.fail_after: int | None = None
         self.on_request = lambda name: None
@@ -47,6 +50,17 @@ class FakeHub(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
+
+    def process_request(self, request, client_address) -> None:
+        self.connections.append(request)
+        super().process_request(request, client_address)
+
+    def server_close(self) -> None:
+        """Also closes connections that a client keeps for its next request."""
+        for connection in self.connections:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        super().server_close()
 
     def model_info(self) -> dict:
         siblings = []

@@ -19,9 +19,7 @@ def test_kernels_are_measured_in_every_format(monkeypatch, format):
     monkeypatch.setattr(measure, "_WEIGHTS_BYTES", 1 << 20)
     with np.errstate(all="ignore"):  # random bf16 bits may be anything
         found = measure.measure_host(SlabLayout(FORMATS[format], 128, 64), "int16")
-    assert all(
-        0.001 < rate < 100_000 for rate in (found.weights_gb_s, found.gmac_s, found.dense_gb_s, found.dense_gmac_s)
-    )
+    assert all(0 < rate < 100_000 for rate in (found.weights_gb_s, found.gmac_s, found.dense_gb_s, found.dense_gmac_s))
 
 
 def test_rates_are_kept(tmp_path):
