@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from waiting import LONG_S
 
 import glm_gpu
 from glm_gpu import cli
@@ -261,7 +262,7 @@ def test_ctrl_c_stops_a_run_with_130_and_keeps_what_was_printed():
     process = spawn("run", PROMPT, "--ignore-eos", "--max-tokens", "4000", "--seed", "1")
     first = os.read(process.stdout.fileno(), 4)
     process.send_signal(signal.SIGINT)
-    rest, err = process.communicate(timeout=60)
+    rest, err = process.communicate(timeout=LONG_S)
     assert process.returncode == 130
     assert (first + rest).strip() and b"Traceback" not in err
 
@@ -283,7 +284,7 @@ def test_a_closed_pipe_is_no_error_message():
     os.read(process.stdout.fileno(), 4)
     process.stdout.close()
     err = process.stderr.read()
-    process.wait(timeout=60)
+    process.wait(timeout=LONG_S)
     process.stderr.close()
     assert b"Traceback" not in err and b"glm-gpu:" not in err and b"Broken" not in err
 

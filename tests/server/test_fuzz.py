@@ -74,7 +74,7 @@ LIKELY = {
 
 @pytest.fixture(scope="module")
 def schema(shared_server):
-    return httpx.get(f"{shared_server.url}/openapi.json").json()
+    return httpx.get(f"{shared_server.url}/openapi.json", timeout=LONG_S).json()
 
 
 def fields(schema, path):

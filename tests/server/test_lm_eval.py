@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+from waiting import LONG_S
 
 from glm_gpu.bench.serve import served
 from glm_gpu.engine import DEMO_MODEL, Engine
@@ -43,7 +44,7 @@ def test_a_task_gives_the_scores_that_this_program_finds_itself(tmp_path):
             "--tasks", "continuations", "--include_path", tmp_path, "--output_path", tmp_path / "out", "--log_samples",
         ]  # fmt: skip
         environment = {**os.environ, "HF_HOME": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LONG_S)
     assert done.returncode == 0, done.stderr
     (results,) = tmp_path.glob("out/**/results_*.json")
     found = json.loads(results.read_text())["results"]["continuations"]

@@ -54,7 +54,7 @@ def test_32_clients_of_whom_a_fifth_leave_get_the_answers_they_get_alone(demo_co
                         failures.append("another answer")
 
         alone = ToyModel(demo_context.config.vocab_size, served._choose)
-        httpx.get(f"{served.url}/health")
+        httpx.get(f"{served.url}/health", timeout=LONG_S)
         threads_before, jobs_before = threading.active_count(), num_jobs()
         clients = [threading.Thread(target=client, args=(number,)) for number in range(32)]
         for thread in clients:

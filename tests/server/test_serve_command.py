@@ -74,7 +74,9 @@ def test_a_conversation_goes_on_in_the_next_server_and_an_answer_ends_before_the
         target=lambda: slow.update(complete(first.url, "Of man", max_tokens=200, ignore_eos=True))
     )
     client.start()
-    wait_until(lambda: not client.is_alive() or httpx.get(f"{first.url}/status").json()["requests"]["running"])
+    wait_until(
+        lambda: not client.is_alive() or httpx.get(f"{first.url}/status", timeout=LONG_S).json()["requests"]["running"]
+    )
     assert first.stop() == 0
     client.join()
     assert slow["usage"]["completion_tokens"] == 200

@@ -4,6 +4,7 @@ import ctypes
 
 import numpy as np
 import pytest
+from waiting import LONG_S
 
 from glm_gpu.checkpoint import Checkpoint
 from glm_gpu.device import DeviceMemoryError
@@ -241,7 +242,7 @@ def test_pinned_host_memory_completes_the_table_and_is_held_while_it_does(open_b
     with open_bench(6, 2, num_host=24, links=links) as bench:
         residency = bench.store._residency
         with residency.changed:
-            assert residency.changed.wait_for(lambda: not residency.jobs, timeout=60)
+            assert residency.changed.wait_for(lambda: not residency.jobs, timeout=LONG_S)
         bench.store.begin_pass("decode")
         assert bench.store.is_reachable()
         for layer in bench.layers:
