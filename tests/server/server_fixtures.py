@@ -59,17 +59,18 @@ class Served:
 
 
 @contextlib.contextmanager
-def serve(engine, model=None, num_pages=256, options=None, layout=LAYOUT, **settings):
+def serve(engine, model=None, num_pages=256, options=None, layout=LAYOUT, protocol=None, **settings):
     from glm_gpu.server.app import create_app
     from glm_gpu.server.connections import Connection
     from glm_gpu.server.settings import ServerSettings
 
+    protocol = protocol or Connection
     model = model or ToyModel(engine.config.vocab_size)
     pool = PagePool(layout, num_pages * PagePool(layout, 1).page_tokens)
     with Scheduler(model, pool, CONTEXT, **(options or {})) as scheduler:
         app = create_app(engine, scheduler, ServerSettings("demo", **settings))
         server = uvicorn.Server(
-            uvicorn.Config(app, http=Connection, host="127.0.0.1", port=0, log_config=None, lifespan="on")
+            uvicorn.Config(app, http=protocol, host="127.0.0.1", port=0, log_config=None, lifespan="on")
         )
         server.install_signal_handlers = lambda: None
         thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)

@@ -24,6 +24,10 @@ HEADERS = {"Authorization": f"Bearer {KEY}"}
 HOSTS = frozenset({"127.0.0.1", "localhost"})
 
 
+class HurriedConnection(Connection):
+    headers_timeout_s = 1.0
+
+
 @pytest.fixture(scope="module")
 def attacked(demo_context):
     with serve(demo_context, api_key=KEY, allowed_hosts=HOSTS, body_timeout_s=LONG_S, max_body_bytes=4 << 20) as served:
@@ -34,11 +38,11 @@ def attacked(demo_context):
 @pytest.fixture(scope="module")
 def hurried(demo_context):
     """A server that waits for nobody longer than a second."""
-    before, Connection.headers_timeout_s = Connection.headers_timeout_s, 1.0
-    with serve(demo_context, api_key=KEY, allowed_hosts=HOSTS, body_timeout_s=1.0) as served:
+    with serve(
+        demo_context, api_key=KEY, allowed_hosts=HOSTS, body_timeout_s=1.0, protocol=HurriedConnection
+    ) as served:
         yield served
         assert served.idle()
-    Connection.headers_timeout_s = before
 
 
 @pytest.fixture
