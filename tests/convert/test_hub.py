@@ -177,8 +177,9 @@ def test_disk_holds_one_source_shard_and_what_its_border_tears_when_there_is_no_
         nonlocal most_shards, most_carried
         names = [path.name for path in (out / "download").glob("model-*")]
         most_shards = max(most_shards, len(names))
-        carried = sum(path.stat().st_size for path in (out / "download").glob("carry-*.safetensors"))
-        most_carried = max(most_carried, carried)
+        with suppress(FileNotFoundError):  # looked at beside the conversion, which removes them
+            carried = sum(path.stat().st_size for path in (out / "download").glob("carry-*.safetensors"))
+            most_carried = max(most_carried, carried)
 
     hub.on_request = look
     assert run_conversion(out, on_progress=look).shards == local_shards

@@ -138,9 +138,14 @@ def test_messages_hold_nothing_that_a_terminal_obeys(call, tmp_path):
     assert refuses_in_one_line(done, "no such folder") and not any(letter in done.stderr for letter in b"\x1b\x07\x9b")
 
 
-@pytest.mark.parametrize("variables", [BUFFERED, UNBUFFERED], ids=["buffered", "unbuffered"])
-@pytest.mark.parametrize("redirection", [">/dev/full", ">&-"])
-@pytest.mark.parametrize("command", [RUN, ("--help",), ("doctor",)], ids=["run", "help", "doctor"])
+@pytest.mark.parametrize(
+    ("command", "redirection", "variables"),
+    [
+        (RUN, ">/dev/full", BUFFERED), (RUN, ">/dev/full", UNBUFFERED), (RUN, ">&-", BUFFERED),
+        (("doctor",), ">/dev/full", BUFFERED), (("--help",), ">/dev/full", BUFFERED), (("--help",), ">&-", BUFFERED),
+    ],
+    ids=["run, full", "run, full and unbuffered", "run, closed", "doctor, full", "help, full", "help, closed"],
+)  # fmt: skip
 def test_results_that_cannot_be_written_are_told_in_one_line(call, command, redirection, variables):
     done = call(*command, prefix=["sh", "-c", f'exec "$@" {redirection}', "sh"], variables=variables)
     assert refuses_in_one_line(done) and done.returncode == 1 and done.stderr.count(b"\n") == 1

@@ -10,7 +10,7 @@ from glm_gpu.kernels import cpu
 @pytest.mark.skipif(cpu.active is None, reason="on NumPy too few answers end in a few seconds; test_load.py has a toy")
 def test_the_demo_under_load_gives_every_answer_that_it_gives_alone_and_keeps_nothing():
     """Twelve clients of mixed lengths, of whom one in five leaves in the middle."""
-    part = measure_serve(DEMO_MODEL, threads=1, num_clients=12, window_s=1.0, load_s=3.0, prompt_tokens=100)
+    part = measure_serve(DEMO_MODEL, threads=1, num_clients=12, window_s=0.5, load_s=2.0, prompt_tokens=100)
     one, eight, first, gap, load = part.rows
     assert one.limit.name == "the engine without a server" and eight.more["gain"] > 0
     assert first.median > 0 and gap.median > 0
