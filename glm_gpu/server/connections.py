@@ -22,12 +22,20 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        # between requests nothing is awaited: that is what the time for kept-alive connections is for
-        self._watch(is_waiting=self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0]))
+        self._watch(is_waiting=self._has_begun_headers())
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        # a request may have begun behind the one that was answered
+        self._watch(is_waiting=self._has_begun_headers())
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._watch(is_waiting=False)
         super().connection_lost(exc)
+
+    def _has_begun_headers(self) -> bool:
+        """False between requests, when nothing is awaited: the time for kept-alive connections is for that."""
+        return self.conn.their_state is h11.IDLE and bool(self.conn.trailing_data[0])
 
     def _watch(self, is_waiting: bool) -> None:
         if not is_waiting and self._headers_timer is not None:

@@ -59,7 +59,7 @@ class Served:
 
 
 @contextlib.contextmanager
-def serve(engine, model=None, num_pages=256, options=None, layout=LAYOUT, protocol=None, **settings):
+def serve(engine, model=None, num_pages=256, options=None, layout=LAYOUT, protocol=None, idle_s=5, **settings):
     from glm_gpu.server.app import create_app
     from glm_gpu.server.connections import Connection
     from glm_gpu.server.settings import ServerSettings
@@ -70,7 +70,9 @@ def serve(engine, model=None, num_pages=256, options=None, layout=LAYOUT, protoc
     with Scheduler(model, pool, CONTEXT, **(options or {})) as scheduler:
         app = create_app(engine, scheduler, ServerSettings("demo", **settings))
         server = uvicorn.Server(
-            uvicorn.Config(app, http=protocol, host="127.0.0.1", port=0, log_config=None, lifespan="on")
+            uvicorn.Config(
+                app, http=protocol, host="127.0.0.1", port=0, log_config=None, lifespan="on", timeout_keep_alive=idle_s
+            )
         )
         server.install_signal_handlers = lambda: None
         thread = threading.Thread(target=lambda: asyncio.run(server.serve()), daemon=True)

@@ -37,10 +37,9 @@ def attacked(demo_context):
 
 @pytest.fixture(scope="module")
 def hurried(demo_context):
-    """A server that waits for nobody longer than a second."""
-    with serve(
-        demo_context, api_key=KEY, allowed_hosts=HOSTS, body_timeout_s=1.0, protocol=HurriedConnection
-    ) as served:
+    """A server that waits no longer than a second for headers and bodies, and long for further requests."""
+    options = {"body_timeout_s": 1.0, "protocol": HurriedConnection, "idle_s": 60}
+    with serve(demo_context, api_key=KEY, allowed_hosts=HOSTS, **options) as served:
         yield served
         assert served.idle()
 
