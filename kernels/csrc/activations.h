@@ -2,7 +2,8 @@
 #pragma once
 #include <stdlib.h>
 
-#include "integer.h"
+#include "digits.h"
+#include "scratch.h"
 
 enum layout {
     BY_TOKEN, /* integers [tokens][groups][64]; scales, corrections [tokens][stride] */
@@ -10,8 +11,8 @@ enum layout {
     BY_SIXTEEN, /* integers [tokens / 16][groups][32][16 tokens][2]; scales, corrections [tokens / 16][stride][16 tokens] */
     BY_DIGIT,  /* int4 weights: bytes [tokens][stride / 2][even high, even low, odd high, odd low][2 groups][32];
                 * x = 256 * high + low, high signed, low unsigned; scales, corrections as BY_TOKEN */
-    BY_TILE,   /* digits as BY_DIGIT, bytes [tokens / lines][stride][high, low][lines][64];
-                * scales [tokens / lines][stride][lines], no corrections */
+    BY_TILE,   /* bytes [tokens / 16][stride][high, low][16][16 tokens][4 columns], digits as BY_DIGIT;
+                * scales [tokens / 16][stride][16], no corrections */
     BY_COLUMN, /* bytes [stride][16][high, low][lines][4 columns], x = 256 * high + low, both signed; scales
                 * [stride][lines], no corrections */
     AS_FLOATS /* floats [tokens][groups * 64], in order of the columns */
@@ -33,7 +34,7 @@ struct batch {
     float *scales;
     int32_t *corrections; /* offset * sum of the group's integers */
     float *floats;
-    void *memory;
+    void *memory; /* its own; NULL when it lies in somebody else's */
 };
 
 static size_t round_up(size_t n, size_t multiple) { return (n + multiple - 1) / multiple * multiple; }
@@ -55,39 +56,57 @@ static enum layout layout_for(int tokens, enum kind kind) {
 /* How many tokens lie side by side. */
 static int lines_for(enum layout layout, int tokens) {
     if (layout == BY_FOUR) return 4;
-    if (layout == BY_SIXTEEN) return 16;
+    if (layout == BY_SIXTEEN || layout == BY_TILE) return 16;
     int lines = 1;
-    if (layout == BY_TILE || layout == BY_COLUMN)
-        while (lines < tokens && lines < 16) lines *= 2;
+    if (layout == BY_COLUMN)
+        while (lines < tokens) lines *= 2;
     return lines;
 }
 
-/* Memory for `tokens` activations of `columns`, zeroed. Returns 0, or -1 without memory. */
-static int batch_create(struct batch *batch, enum layout layout, int tokens, int columns) {
-    const int lines = lines_for(layout, tokens);
-    const size_t padded = round_up(tokens, lines);
-    *batch = (struct batch){.layout = layout, .tokens = tokens, .columns = columns, .lines = lines};
-    batch->groups = (columns + GROUP - 1) / GROUP;
-    batch->stride = (int)round_up(batch->groups, 16);
-    size_t groups = padded * batch->stride;
-    size_t element = layout == AS_FLOATS ? sizeof(float) : sizeof(int16_t);
-    size_t factors = layout == BY_FOUR ? groups * 4 : groups;
-    size_t values = groups * GROUP * element, bytes = values + factors * 8;
-    bytes = round_up(bytes ? bytes : 1, 64);
-    char *memory = batch->memory = aligned_alloc(64, bytes);
-    if (!memory) return -1;
-    memset(memory, 0, bytes);
-    if (layout == AS_FLOATS) {
+/* An empty batch for `tokens` activations of `columns`. */
+static struct batch batch_shape(enum layout layout, int tokens, int columns) {
+    const int groups = (columns + GROUP - 1) / GROUP;
+    return (struct batch){.layout = layout, .tokens = tokens, .columns = columns, .groups = groups,
+                          .lines = lines_for(layout, tokens), .stride = (int)round_up(groups, 16)};
+}
+
+static size_t value_bytes(const struct batch *batch) {
+    const size_t element = batch->layout == AS_FLOATS ? sizeof(float) : sizeof(int16_t);
+    return round_up(batch->tokens, batch->lines) * batch->stride * GROUP * element;
+}
+
+static size_t factor_bytes(const struct batch *batch) {
+    return round_up(batch->tokens, batch->lines) * batch->stride * 4 * (batch->layout == BY_FOUR ? 4 : 1);
+}
+
+/* A multiple of a cache line. */
+static size_t batch_bytes(const struct batch *batch) {
+    return round_up(value_bytes(batch) + 2 * factor_bytes(batch) + 1, 64);
+}
+
+/* Gives the batch its memory, from a cache line on, zeroed. */
+static void batch_place(struct batch *batch, char *memory) {
+    const size_t values = value_bytes(batch);
+    if (batch->layout != BY_TILE) memset(memory, 0, batch_bytes(batch)); /* that one's blocks are written whole */
+    if (batch->layout == AS_FLOATS) {
         batch->floats = (float *)(void *)memory;
     } else {
         batch->integers = (int16_t *)(void *)memory;
         batch->scales = (float *)(void *)(memory + values);
-        batch->corrections = (int32_t *)(void *)(memory + values + factors * 4);
+        batch->corrections = (int32_t *)(void *)(memory + values + factor_bytes(batch));
     }
+}
+
+/* The same with memory of its own. Returns 0, or -1 without memory. */
+static int batch_create(struct batch *batch, enum layout layout, int tokens, int columns) {
+    *batch = batch_shape(layout, tokens, columns);
+    batch->memory = scratch_take(batch_bytes(batch));
+    if (!batch->memory) return -1;
+    batch_place(batch, batch->memory);
     return 0;
 }
 
-static void batch_free(struct batch *batch) { free(batch->memory); }
+static void batch_free(struct batch *batch) { scratch_give(batch->memory); }
 
 /* The largest |v| by its bits, which order NaN above infinity above all numbers. */
 INLINE float largest_magnitude(const f32x16 v[4]) {
@@ -121,24 +140,6 @@ INLINE void quantize_group(const float *x, int n, float limit, int per_byte, int
     *sum = 0;
     if (!(amax >= 1e-30f && amax < __builtin_inff())) return; /* integers are zero already */
     float factor = limit / amax;
-#if defined(__AVX512VNNI__)
-    if (per_byte <= 2) {
-        __m512i whole[4];
-        for (int i = 0; i < 4; i++) whole[i] = _mm512_cvtps_epi32((__m512)mul16(v[i], set16(factor)).part[0]);
-        *sum = _mm512_reduce_add_epi32(
-            _mm512_add_epi32(_mm512_add_epi32(whole[0], whole[1]), _mm512_add_epi32(whole[2], whole[3])));
-        for (int i = 0; i < 4; i++) {
-            __m512i field = whole[i];
-            if (per_byte == 2) { /* fields 0 and 1 are the even columns, 2 and 3 the odd ones */
-                const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-                const __m512i columns = _mm512_add_epi32(even, _mm512_set1_epi32(i / 2));
-                field = _mm512_permutex2var_epi32(whole[i % 2 * 2], columns, whole[i % 2 * 2 + 1]);
-            }
-            _mm256_storeu_si256((void *)(integers + 16 * i), _mm512_cvtepi32_epi16(field));
-        }
-        return;
-    }
-#endif
     int32_t total = 0;
     int16_t in_order[GROUP];
     for (int i = 0; i < 4; i++) {
@@ -162,19 +163,28 @@ static void batch_set_token(struct batch *batch, int token, const float *x, enum
         memcpy(batch->floats + (size_t)token * batch->groups * GROUP, x, (size_t)batch->columns * 4);
         return;
     }
-    float limit = mode == MODE_INT16 ? LIMIT_INT16 : LIMIT_INT8;
-    for (int g = 0; g < batch->groups; g++) {
-        int n = batch->columns - g * GROUP;
-        int16_t *integers = batch->integers + ((size_t)token * batch->groups + g) * GROUP;
-        size_t i = (size_t)token * batch->stride + g;
-        int32_t sum;
-        float *scale = batch->scales + i;
-        if (n > GROUP) n = GROUP;
+    const float limit = mode == MODE_INT16 ? LIMIT_INT16 : LIMIT_INT8;
+    int16_t *integers = batch->integers + (size_t)token * batch->groups * GROUP;
+    float *scales = batch->scales + (size_t)token * batch->stride;
+    int32_t *corrections = batch->corrections + (size_t)token * batch->stride;
+    int g = 0;
+#if defined(__AVX512VNNI__)
+    for (; kind != KIND_INT2 && (g + 16) * GROUP <= batch->columns; g += 16) {
         if (kind == KIND_INT4)
-            quantize_group(x + g * GROUP, n, limit, 2, integers, scale, &sum);
+            quantize_groups16(x + g * GROUP, limit, 2, integers + g * GROUP, scales + g, corrections + g);
         else
-            quantize_group(x + g * GROUP, n, limit, columns_per_byte(kind), integers, scale, &sum);
-        batch->corrections[i] = arrange64(kind, integers, sum);
+            quantize_groups16(x + g * GROUP, limit, 1, integers + g * GROUP, scales + g, corrections + g);
+        for (int i = g; i < g + 16; i++) corrections[i] *= offset_of(kind);
+    }
+#endif
+    for (; g < batch->groups; g++) {
+        const int left = batch->columns - g * GROUP, n = left < GROUP ? left : GROUP;
+        int32_t sum;
+        if (kind == KIND_INT4)
+            quantize_group(x + g * GROUP, n, limit, 2, integers + g * GROUP, scales + g, &sum);
+        else
+            quantize_group(x + g * GROUP, n, limit, columns_per_byte(kind), integers + g * GROUP, scales + g, &sum);
+        corrections[g] = arrange64(kind, integers + g * GROUP, sum);
     }
 }
 
@@ -183,47 +193,76 @@ static int digit_groups(const struct batch *batch) {
     return batch->columns == 8 * GROUP ? 16 : batch->groups;
 }
 
-/* Splits one token's integers [groups][64], even columns first, into digits. */
-static void split_digits(struct batch *batch, int token, const int16_t *integers) {
+#if defined(__AVX512VNNI__)
+/* One token's integers [groups][64], even columns first, as BY_DIGIT. */
+static void set_digit_token(struct batch *batch, int token, const int16_t *integers) {
     char *bytes = (char *)(batch->integers + (size_t)token * batch->stride * GROUP);
     for (int g = 0; g < digit_groups(batch); g++)
         for (int odd = 0; odd < 2; odd++) {
             const int16_t *x = integers + g % batch->groups * GROUP + odd * 32;
             char *high = bytes + (g / 2 * 4 + odd * 2) * 64 + g % 2 * 32;
-            for (int i = 0; i < 32; i++) high[i] = (char)(x[i] >> 8);
-            for (int i = 0; i < 32; i++) high[64 + i] = (char)x[i];
+            _mm256_storeu_si256((void *)high, high_digits(x, 0));
+            _mm256_storeu_si256((void *)(high + 64), low_digits(x));
         }
 }
+#endif
 
-/* The same for BY_TILE, scales too. */
-static void set_tile_token(struct batch *batch, int token, const int16_t *integers, const float *scales) {
-    const size_t lines = batch->lines, first = token / lines * batch->stride, line = token % lines;
-    for (size_t g = 0; g < (size_t)batch->groups; g++) {
-        char *high = (char *)batch->integers + ((first + g) * 2 * lines + line) * GROUP, *low = high + lines * GROUP;
-        const int16_t *x = integers + g * GROUP;
-        for (int i = 0; i < GROUP; i++) high[i] = (char)(x[i] >> 8);
-        for (int i = 0; i < GROUP; i++) low[i] = (char)x[i];
-        batch->scales[(first + g) * lines + line] = scales[g];
-    }
+#if defined(__AMX_INT8__)
+/* The digits of a group, high ones rounded by `bias`. */
+INLINE __m512i group_high(const int16_t *x, int bias) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(high_digits(x, bias)), high_digits(x + 32, bias), 1);
+}
+INLINE __m512i group_low(const int16_t *x) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(low_digits(x)), low_digits(x + 32), 1);
 }
 
-/* The same for BY_COLUMN. */
-static void set_column_token(struct batch *batch, int token, const int16_t *integers, const float *scales) {
-    const size_t lines = batch->lines;
-    for (size_t g = 0; g < (size_t)batch->groups; g++) {
-        const int16_t *x = integers + g * GROUP;
-        char high[GROUP], low[GROUP], *out = (char *)batch->integers + g * GROUP * 2 * lines + token * 4;
-        for (int i = 0; i < GROUP; i++) high[i] = (char)((x[i] + 128) >> 8);
-        for (int i = 0; i < GROUP; i++) low[i] = (char)x[i];
-        for (int k = 0; k < GROUP / 4; k++, out += 8 * lines) {
-            memcpy(out, high + 4 * k, 4);
-            memcpy(out + 4 * lines, low + 4 * k, 4);
+/* A BY_COLUMN batch from tokens[0 .. n - 1] of a BY_TOKEN batch, n <= lines; what is not written is zeros already. */
+static void set_columns(struct batch *batch, const struct batch *source, const int *tokens, int n) {
+    const int lines = batch->lines, each = 2 * lines; /* rows that a group has: high digits of each token, then low ones */
+    for (int first = 0; first < batch->groups; first += 16 / each) {
+        __m512 rows[16];
+        for (int i = 0; i < 16; i++) {
+            const int g = first + i / each, token = i % lines;
+            rows[i] = _mm512_setzero_ps();
+            if (g >= batch->groups || token >= n) continue;
+            const int16_t *x = source->integers + ((size_t)tokens[token] * source->groups + g) * GROUP;
+            rows[i] = _mm512_castsi512_ps(i % each < lines ? group_high(x, 128) : group_low(x));
         }
-        batch->scales[g * lines + token] = scales[g];
+        transpose16(rows);
+        for (int g = first, at = 0; g < batch->groups && at < 16; g++, at += each) {
+            char *out = (char *)batch->integers + (size_t)g * GROUP * each - 4 * at; /* lanes before `at` are masked out */
+            for (int k = 0; k < 16; k++, out += 4 * each)
+                _mm512_mask_storeu_ps(out, (__mmask16)(((1u << each) - 1) << at), rows[k]);
+        }
     }
+    for (int g = 0; g < batch->groups; g++)
+        for (int t = 0; t < n; t++) batch->scales[g * lines + t] = source->scales[(size_t)tokens[t] * source->stride + g];
 }
 
-/* Copies token `from` of a BY_TOKEN or AS_FLOATS batch to place `to` of a batch with any layout. */
+/* Tokens 16 * block .. 16 * block + 15 of a BY_TILE batch, from tokens[0 .. n - 1] of a BY_TOKEN batch, n <= 16; zeros for
+ * the rest. */
+static void set_tile_block(struct batch *batch, int block, const struct batch *source, const int *tokens, int n) {
+    for (int g = 0; g < batch->groups; g++) {
+        const size_t at = (size_t)block * batch->stride + g;
+        char *out = (char *)batch->integers + at * 2048;
+        __m512 high[16], low[16];
+        for (int t = 0; t < 16; t++) {
+            const int16_t *x = source->integers + ((size_t)tokens[t < n ? t : 0] * source->groups + g) * GROUP;
+            high[t] = t < n ? _mm512_castsi512_ps(group_high(x, 0)) : _mm512_setzero_ps();
+            low[t] = t < n ? _mm512_castsi512_ps(group_low(x)) : _mm512_setzero_ps();
+            batch->scales[at * 16 + t] = t < n ? source->scales[(size_t)tokens[t] * source->stride + g] : 0.0f;
+        }
+        transpose16(high);
+        transpose16(low);
+        for (int k = 0; k < 16; k++) {
+            _mm512_store_ps(out + 64 * k, high[k]);
+            _mm512_store_ps(out + 1024 + 64 * k, low[k]);
+        }
+    }
+}
+#endif
+
+/* Copies token `from` of a BY_TOKEN or AS_FLOATS batch to place `to` of a batch that lays no tokens side by side for AMX. */
 static void batch_copy_token(struct batch *batch, int to, const struct batch *source, int from) {
     const int groups = batch->groups;
     if (source->layout == AS_FLOATS) {
@@ -234,14 +273,11 @@ static void batch_copy_token(struct batch *batch, int to, const struct batch *so
     const int16_t *integers = source->integers + (size_t)from * groups * GROUP;
     const float *scales = source->scales + (size_t)from * batch->stride;
     const int32_t *corrections = source->corrections + (size_t)from * batch->stride;
-    if (batch->layout == BY_TILE || batch->layout == BY_COLUMN) {
-        (batch->layout == BY_TILE ? set_tile_token : set_column_token)(batch, to, integers, scales);
-        return;
-    }
     if (batch->layout == BY_TOKEN || batch->layout == BY_DIGIT) {
-        if (batch->layout == BY_DIGIT)
-            split_digits(batch, to, integers);
-        else
+#if defined(__AVX512VNNI__)
+        if (batch->layout == BY_DIGIT) set_digit_token(batch, to, integers);
+#endif
+        if (batch->layout == BY_TOKEN)
             memcpy(batch->integers + (size_t)to * groups * GROUP, integers, (size_t)groups * GROUP * 2);
         for (int g = 0; g < (batch->layout == BY_DIGIT ? digit_groups(batch) : groups); g += groups) {
             const size_t at = (size_t)to * batch->stride + g;

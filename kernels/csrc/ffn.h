@@ -13,29 +13,33 @@ struct routing {
 
 struct ffn_memory {
     struct batch *inputs, *hiddens; /* [num_experts] */
+    struct gathered *parts;         /* [num_experts] */
     struct product *products;       /* [2 * num_experts] */
     float *gate, *up;               /* [num_pairs, F] */
     struct batch hidden;            /* all pairs */
+    void *input_memory, *hidden_memory;
 };
 
-static void ffn_free(struct ffn_memory *m, int num_experts) {
-    for (int e = 0; m->inputs && e < num_experts; e++) batch_free(&m->inputs[e]);
-    for (int e = 0; m->hiddens && e < num_experts; e++) batch_free(&m->hiddens[e]);
+static void ffn_free(struct ffn_memory *m) {
     free(m->inputs);
     free(m->hiddens);
+    free(m->parts);
     free(m->products);
-    free(m->gate);
-    free(m->up);
+    scratch_give(m->gate);
+    scratch_give(m->up);
+    scratch_give(m->input_memory);
+    scratch_give(m->hidden_memory);
     batch_free(&m->hidden);
 }
 
 static int ffn_create(struct ffn_memory *m, const struct routing *r, int width, bool floats) {
     m->inputs = calloc(r->num_experts, sizeof *m->inputs);
     m->hiddens = calloc(r->num_experts, sizeof *m->hiddens);
+    m->parts = calloc(r->num_experts, sizeof *m->parts);
     m->products = calloc(2 * (size_t)r->num_experts, sizeof *m->products);
-    m->gate = malloc((size_t)r->num_pairs * width * sizeof(float));
-    m->up = malloc((size_t)r->num_pairs * width * sizeof(float));
-    if (!m->inputs || !m->hiddens || !m->products || !m->gate || !m->up) return -1;
+    m->gate = scratch_take((size_t)r->num_pairs * width * sizeof(float));
+    m->up = scratch_take((size_t)r->num_pairs * width * sizeof(float));
+    if (!m->inputs || !m->hiddens || !m->parts || !m->products || !m->gate || !m->up) return -1;
     return batch_create(&m->hidden, floats ? AS_FLOATS : BY_TOKEN, r->num_pairs, width);
 }
 
@@ -68,32 +72,33 @@ static int ffn_pairs(struct ffn_memory *m, const struct routing *r, const struct
     const int width = any->gate.rows;
     const enum kind kind = any->gate.kind;
     if (ffn_create(m, r, width, x->layout == AS_FLOATS) != 0) return -1;
+    int num_parts = 0;
     for (int e = 0; e < r->num_experts; e++) {
         const int begin = r->begins[e], n = r->begins[e + 1] - begin;
-        const struct batch *input = &m->inputs[e];
         const int *tokens = r->tokens + begin;
-        if (e > 0 && begin - r->begins[e - 1] == n && !memcmp(tokens, tokens - n, n * sizeof *tokens))
-            input = m->products[2 * e - 1].x; /* a single token goes to all its experts in the same form */
-        else if (batch_gather(&m->inputs[e], x, tokens, n, kind) != 0)
-            return -1;
+        const bool is_repeated = e > 0 && begin - r->begins[e - 1] == n && !memcmp(tokens, tokens - n, n * sizeof *tokens);
+        if (!is_repeated) { /* a single token goes to all its experts in the same form */
+            m->inputs[num_parts] = gathered_shape(x, n, kind);
+            m->parts[num_parts] = (struct gathered){&m->inputs[num_parts], tokens, 0};
+            num_parts++;
+        }
+        const struct batch *input = &m->inputs[num_parts - 1];
         const size_t at = (size_t)begin * width;
         m->products[2 * e] = (struct product){r->experts[e]->gate, input, m->gate + at, width, NULL};
         m->products[2 * e + 1] = (struct product){r->experts[e]->up, input, m->up + at, width, NULL};
     }
+    if (gather(m->parts, num_parts, x, &m->input_memory) != 0) return -1;
     run_products(m->products, 2 * r->num_experts);
     struct hidden_job job = {m, mode, kind, width};
     pool_run(hidden_task, &job, r->num_pairs);
     for (int e = 0; e < r->num_experts; e++) {
-        const int begin = r->begins[e], n = r->begins[e + 1] - begin;
-        int pairs[64], *list = n <= 64 ? pairs : malloc(n * sizeof *list);
-        if (!list) return -1;
-        for (int i = 0; i < n; i++) list[i] = begin + i;
-        const int failed = batch_gather(&m->hiddens[e], &m->hidden, list, n, kind);
-        if (list != pairs) free(list);
-        if (failed) return -1;
+        const int begin = r->begins[e];
+        m->hiddens[e] = gathered_shape(&m->hidden, r->begins[e + 1] - begin, kind);
+        m->parts[e] = (struct gathered){&m->hiddens[e], NULL, begin};
         m->products[e] =
             (struct product){r->experts[e]->down, &m->hiddens[e], results, any->down.rows, r->places + begin};
     }
+    if (gather(m->parts, r->num_experts, &m->hidden, &m->hidden_memory) != 0) return -1;
     run_products(m->products, r->num_experts);
     return 0;
 }
@@ -164,7 +169,7 @@ static int expert_ffn(const struct expert *experts, int num_experts, const float
     struct routing routing = {0};
     struct ffn_memory memory = {0};
     const size_t pairs = (size_t)tokens * num_choices;
-    float *results = weights ? malloc(pairs * columns * sizeof *results) : y;
+    float *results = weights ? scratch_take(pairs * columns * sizeof *results) : y;
     int failed = !results ||
                  batch_from_rows(&batch, x, columns, tokens, columns, mode, experts[0].gate.kind) != 0 ||
                  routing_create(&routing, experts, num_experts, chosen, tokens, num_choices) != 0 ||
@@ -173,9 +178,9 @@ static int expert_ffn(const struct expert *experts, int num_experts, const float
         struct combine_job job = {results, weights, y, num_choices, columns};
         pool_run(combine_task, &job, tokens);
     }
-    ffn_free(&memory, routing.num_experts);
+    ffn_free(&memory);
     routing_free(&routing);
     batch_free(&batch);
-    if (weights) free(results);
+    if (weights) scratch_give(results);
     return failed ? -1 : 0;
 }

@@ -14,7 +14,7 @@
 static void integer_task(void *arg, int chunk) {
     int32_t *sums = arg;
     _Alignas(64) int32_t tile[16][16] = {{chunk}};
-    configure_tiles(16);
+    configure_tiles();
     __asm__ volatile("tileloadd (%0,%1), %%tmm4\n\ttileloadd (%0,%1), %%tmm6"
                      :
                      : "r"(tile), "r"((size_t)64)

@@ -102,27 +102,73 @@ static int batch_from_rows(struct batch *batch, const float *x, size_t stride, i
     return 0;
 }
 
-struct gather_job {
+/* Some tokens of a batch, in the layout that suits their number: a part of a gather. */
+struct gathered {
     struct batch *batch;
+    const int *tokens; /* of the source; NULL: first_token and those after */
+    int first_token;
+};
+
+struct gather_job {
+    const struct gathered *parts;
+    const int *first_chunks; /* [num_parts + 1] */
     const struct batch *source;
-    const int *tokens;
+    int num_parts;
 };
 
 /* One chunk is sixteen tokens: those share cache lines in the layouts that lay tokens side by side. */
 static void gather_task(void *arg, int chunk) {
     const struct gather_job *job = arg;
-    for (int token = 16 * chunk; token < 16 * chunk + 16 && token < job->batch->tokens; token++)
-        batch_copy_token(job->batch, token, job->source, job->tokens ? job->tokens[token] : token);
+    int part = 0, beyond = job->num_parts; /* the last part that begins at this chunk or before */
+    while (beyond - part > 1) {
+        const int middle = (part + beyond) / 2;
+        if (job->first_chunks[middle] <= chunk)
+            part = middle;
+        else
+            beyond = middle;
+    }
+    const struct gathered *p = &job->parts[part];
+    const int begin = 16 * (chunk - job->first_chunks[part]), left = p->batch->tokens - begin, n = left < 16 ? left : 16;
+    int tokens[16];
+    for (int i = 0; i < n; i++) tokens[i] = p->tokens ? p->tokens[begin + i] : p->first_token + begin + i;
+#if defined(__AMX_INT8__)
+    if (p->batch->layout == BY_TILE || p->batch->layout == BY_COLUMN) {
+        if (p->batch->layout == BY_TILE)
+            set_tile_block(p->batch, begin / 16, job->source, tokens, n);
+        else
+            set_columns(p->batch, job->source, tokens, n);
+        return;
+    }
+#endif
+    for (int i = 0; i < n; i++) batch_copy_token(p->batch, begin + i, job->source, tokens[i]);
 }
 
-/* Some tokens of a batch (all in order: tokens = NULL), in the layout that suits their number. */
-static int batch_gather(struct batch *batch, const struct batch *source, const int *tokens, int num_tokens,
-                        enum kind kind) {
-    enum layout layout = source->layout == AS_FLOATS ? AS_FLOATS : layout_for(num_tokens, kind);
-    if (batch_create(batch, layout, num_tokens, source->columns) != 0) return -1;
-    struct gather_job job = {batch, source, tokens};
-    pool_run(gather_task, &job, (num_tokens + 15) / 16);
+/* Fills batches, whose shapes are set, from tokens of the source. Their memory is one piece, which the caller gives back
+ * with scratch_give. Returns 0, or -1 without memory. */
+static int gather(const struct gathered *parts, int num_parts, const struct batch *source, void **memory) {
+    int *first_chunks = malloc((num_parts + 1) * sizeof *first_chunks);
+    size_t bytes = 0;
+    for (int i = 0; i < num_parts; i++) bytes += batch_bytes(parts[i].batch);
+    char *at = *memory = scratch_take(bytes);
+    if (!first_chunks || !at) {
+        free(first_chunks);
+        return -1;
+    }
+    first_chunks[0] = 0;
+    for (int i = 0; i < num_parts; i++) {
+        batch_place(parts[i].batch, at);
+        at += batch_bytes(parts[i].batch);
+        first_chunks[i + 1] = first_chunks[i] + (parts[i].batch->tokens + 15) / 16;
+    }
+    struct gather_job job = {parts, first_chunks, source, num_parts};
+    pool_run(gather_task, &job, first_chunks[num_parts]);
+    free(first_chunks);
     return 0;
+}
+
+/* The shape that suits `tokens` of a batch. */
+static struct batch gathered_shape(const struct batch *source, int tokens, enum kind kind) {
+    return batch_shape(source->layout == AS_FLOATS ? AS_FLOATS : layout_for(tokens, kind), tokens, source->columns);
 }
 
 /* All rows of x in the layout that suits their number. */
@@ -131,7 +177,11 @@ static int batch_make(struct batch *batch, const float *x, size_t stride, int to
     if (batch_from_rows(batch, x, stride, tokens, columns, mode, kind) != 0) return -1;
     if (batch->layout == AS_FLOATS || layout_for(tokens, kind) == BY_TOKEN) return 0;
     struct batch single = *batch;
-    int failed = batch_gather(batch, &single, NULL, tokens, kind);
+    *batch = gathered_shape(&single, tokens, kind);
+    const struct gathered all = {batch, NULL, 0};
+    void *memory = NULL;
+    const int failed = gather(&all, 1, &single, &memory);
+    batch->memory = memory;
     batch_free(&single);
     return failed;
 }

@@ -1,27 +1,24 @@
 /* Packed weights times more than eight tokens with AMX tiles of int8.
  *
- * An int16 activation is two digits, x = 256 * high + low, high signed and low unsigned. A group's weights are unpacked
- * once to signed bytes and lie as AMX reads them, four columns of sixteen rows in a line; the digits of a block of
- * tokens are two more tiles. So one product of tiles sums a group exactly for sixteen rows and all tokens of the block,
- * with the rows side by side: scales and sums need no shuffle, and no correction, since the weights are signed.
- * Bounds: 64 * 128 * 255 < 2^21 (low), 64 * 128 * 128 = 2^20 (high), their sum as in integer.h.
- *
- * On a Xeon (Sapphire Rapids) sixteen rows, sixteen tokens and one group take 66 cycles of tiles, 32 of them products
- * and the rest stores, and 41 of f32 sums, six instructions for 16 results; unpacking sixteen rows takes 60. */
+ * An int16 activation is two digits, x = 256 * high + low, high signed and low unsigned. Weights are the first operand:
+ * a line of a tile is a row's 64 columns of one group, in order of the fields, so bytes of memory (int8) or one
+ * instruction away from them (int4, int2) serve as they are. The second operand has one digit of sixteen tokens, side by
+ * side. So one product of tiles sums a group exactly for sixteen rows and sixteen tokens, and neither scales nor sums
+ * need a shuffle, nor a correction, since the weights are signed.
+ * Bounds: 64 * 128 * 255 < 2^21 (low), 64 * 128 * 128 = 2^20 (high), their sum as in integer.h. */
 #pragma once
 #include "product.h"
 #include "rows_avx512.h"
 
 #if defined(__AMX_INT8__)
 
-#define TILE_GROUPS 8       /* groups that are unpacked before they are multiplied: 8 KiB */
-#define TILE_STRIPS 3       /* strips of sixteen rows that share a block of activations while it is cached */
-#define TILE_BLOCKS 8       /* blocks of sixteen tokens that share unpacked weights; their sums are 16 KiB */
-#define TILE_AHEAD (1 << 14) /* bytes ahead of the weights in use that are asked for, at least */
+#define TILE_GROUPS 8 /* groups that are unpacked before they are multiplied: 8 KiB a strip */
+#define TILE_STRIPS 3 /* strips of sixteen rows that share a block of activations while it is cached */
+#define TILE_BLOCKS 8 /* blocks of sixteen tokens that share unpacked weights; their sums are 24 KiB */
 
 /* Sixteen rows, up to TILE_GROUPS groups of each. */
 struct strip {
-    _Alignas(64) uint8_t weights[TILE_GROUPS][16][64]; /* [group][four columns][row][column], in order of the fields */
+    _Alignas(64) uint8_t weights[TILE_GROUPS][16][64]; /* [group][row][column], in order of the fields */
     float scales[TILE_GROUPS][16];                     /* [group][row] */
 };
 
@@ -38,26 +35,29 @@ INLINE void load_tile_sizes(struct tile_sizes *sizes) {
     __asm__ volatile("ldtilecfg %0" : : "m"(*sizes));
 }
 
-/* Tiles 0 to 5 have a line for each token of a block, 6 and 7 sixteen lines of weights. */
-INLINE void configure_tiles(int tokens) {
+/* Sixteen lines of 64 bytes each. */
+INLINE void configure_tiles(void) {
     struct tile_sizes sizes = {0};
-    for (int i = 0; i < 8; i++) sizes.bytes[i] = 64, sizes.lines[i] = i < 6 ? tokens : 16;
+    for (int i = 0; i < 8; i++) sizes.bytes[i] = 64, sizes.lines[i] = 16;
     load_tile_sizes(&sizes);
 }
 
 INLINE void release_tiles(void) { __asm__ volatile("tilerelease"); }
 
-/* Field `field` of every byte as a signed number: one product of bit matrices moves the bits, inverts the highest and
- * copies it upwards, which is the same as subtracting offset_of. */
-INLINE __m512i signed_field(enum kind kind, __m512i bytes, int field) {
-    if (kind == KIND_INT8) return bytes;
-    const int bits = bits_of(kind);
-    uint64_t matrix = 0; /* byte 7 - i chooses the bits whose sum is bit i */
-    for (int i = 0; i < 8; i++)
-        matrix |= (uint64_t)1 << (8 * (7 - i) + field * bits + (i < bits ? i : bits - 1));
-    const __m512i matrices = _mm512_set1_epi64((long long)matrix);
-    return kind == KIND_INT4 ? _mm512_gf2p8affine_epi64_epi8(bytes, matrices, 0xF8)
-                             : _mm512_gf2p8affine_epi64_epi8(bytes, matrices, 0xFE);
+/* The fields of a group as signed numbers, the lowest ones first: bytes that are loaded once for each field, and in each
+ * lane a product of bit matrices, which moves the field's bits, inverts the highest and copies it upwards. That is the
+ * same as subtracting offset_of. */
+INLINE __m512i signed_fields(enum kind kind, const uint8_t *data) {
+    if (kind == KIND_INT8) return _mm512_loadu_si512(data);
+    if (kind == KIND_INT4) {
+        const int64_t low = 0x0102040808080808, high = 0x1020408080808080;
+        const __m512i bytes = _mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)data));
+        return _mm512_gf2p8affine_epi64_epi8(bytes, _mm512_setr_epi64(low, low, low, low, high, high, high, high), 0xF8);
+    }
+    const int64_t first = 0x0102020202020202;
+    const __m512i fields = _mm512_setr_epi64(first, first, first << 2, first << 2, first << 4, first << 4,
+                                             0x4080808080808080, 0x4080808080808080);
+    return _mm512_gf2p8affine_epi64_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const void *)data)), fields, 0xFE);
 }
 
 /* v[i], i < 4: eight words of row i and of row i + 4; of rows i + 4 and i + 8 from there on. Word k of all rows, in
@@ -76,25 +76,6 @@ INLINE void transpose_words(__m512 v[8]) {
         v[k] = _mm512_shuffle_f32x4(u[k], u[4 + k], 0x88);
         v[4 + k] = _mm512_shuffle_f32x4(u[k], u[4 + k], 0xDD);
     }
-}
-
-/* Bytes `at` .. `at` + 31 of each of sixteen rows to the places of group at / group_bytes and those after. */
-INLINE void unpack_words(enum kind kind, const uint8_t *const rows[16], size_t at, int word, uint8_t (*out)[16][64]) {
-    const int fields = columns_per_byte(kind), each = 16 / fields; /* words of a group */
-    __m512 words[8];
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) {
-        const int r = i < 4 ? i : i + 4;
-        words[i] = _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_loadu_ps((const void *)(rows[r] + at))),
-                                      _mm256_loadu_ps((const void *)(rows[r + 4] + at)), 1);
-    }
-    transpose_words(words);
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++)
-#pragma GCC unroll 4
-        for (int field = 0; field < fields; field++)
-            _mm512_store_si512(out[(word + i) / each][field * each + (word + i) % each],
-                               signed_field(kind, _mm512_castps_si512(words[i]), field));
 }
 
 /* n scales from group `first` of a row; n <= TILE_GROUPS. */
@@ -129,153 +110,117 @@ INLINE void strip_scales(const struct matrix *w, int row, int last_row, int firs
     for (int g = 0; g < 8; g++) _mm512_store_ps(out[g], scales[g]);
 }
 
-/* Groups first .. first + n - 1 of rows `row` .. row + 15; beyond `last_row` that row again. */
+/* Groups first .. first + n - 1 of rows `row` .. row + 15; beyond `last_row` that row again. The bytes after them are asked
+ * for. */
 INLINE void unpack_strip(enum kind kind, const struct matrix *w, int row, int last_row, int first, int n,
                          struct strip *out) {
-    const size_t row_size = row_bytes(w), begin = (size_t)first * group_bytes(kind);
-    const size_t distance = 16 * row_size > TILE_AHEAD ? 16 * row_size : TILE_AHEAD;
-    const uint8_t *rows[16];
-    const uint8_t *ahead = row_data(w, row) + 16 * begin + distance;
-    for (int r = 0; r < 16; r++) rows[r] = row_data(w, row + r < last_row ? row + r : last_row) + begin;
-    const int bytes = n * group_bytes(kind);
-    for (int at = 0; at < bytes; at += 32) {
-        for (int i = 0; i < 512; i += 64) __builtin_prefetch(ahead + 16 * at + i, 0, 2);
-        const size_t left = begin + at < row_size ? row_size - begin - at : 0; /* a row may end before its group */
-        if (left >= 32) {
-            unpack_words(kind, rows, at, at / 4, out->weights);
+    const bool whole = (first + TILE_GROUPS) * GROUP <= w->columns;
+    const int bytes = TILE_GROUPS * group_bytes(kind);
+    for (int r = 0; r < 16; r++) {
+        const uint8_t *begin = row_data(w, row + r < last_row ? row + r : last_row);
+        const uint8_t *data = begin + (size_t)first * group_bytes(kind);
+        if (whole) {
+#pragma GCC unroll 8
+            for (int g = 0; g < TILE_GROUPS; g++)
+                _mm512_store_si512(out->weights[g][r], signed_fields(kind, data + g * group_bytes(kind)));
         } else {
-            uint8_t tails[16][32] = {{0}};
-            const uint8_t *lines[16];
-            for (int r = 0; r < 16; r++) memcpy(tails[r], rows[r] + at, left), lines[r] = tails[r];
-            unpack_words(kind, lines, 0, at / 4, out->weights);
+            uint8_t tail[GROUP];
+            for (int g = 0; g < n; g++)
+                _mm512_store_si512(out->weights[g][r], signed_fields(kind, group_data(w, begin, first + g, tail)));
         }
-    }
-    if (w->scale_group) {
-        const size_t scale_bytes = w->half_scales ? 2 : 4, row_scales = scales_per_row(w) * scale_bytes;
-        const uint8_t *scales = w->scales + (row + 16) * row_scales + first * scale_bytes * 16;
-        for (size_t i = 0; i < n * scale_bytes * 16; i += 64) __builtin_prefetch(scales + i, 0, 2);
+        for (int i = 0; i < bytes; i += 64) __builtin_prefetch(data + bytes + i, 0, 2);
     }
     strip_scales(w, row, last_row, first, n, out->scales);
 }
 
-/* The sums of one group for all tokens of a block, in tiles HIGH and LOW by digit. What these held before is first
- * stored to `sums`, in the shade of the loads: alone in a loop 42 cycles a group, 58 with a store right behind. */
-#define START_PRODUCT(HIGH, LOW, WEIGHTS, weights, digits, lines) \
-    __asm__ volatile("tileloadd (%0,%3), %%tmm" #WEIGHTS "\n\t" \
-                     "tileloadd (%1,%3), %%tmm4\n\t" \
-                     "tilezero %%tmm" #HIGH "\n\t" \
-                     "tdpbssd %%tmm" #WEIGHTS ", %%tmm4, %%tmm" #HIGH "\n\t" \
-                     "tileloadd (%2,%3), %%tmm5\n\t" \
-                     "tilezero %%tmm" #LOW "\n\t" \
-                     "tdpbusd %%tmm" #WEIGHTS ", %%tmm5, %%tmm" #LOW \
+/* A group's product, one digit: tile SUM = tile WEIGHTS times tile DIGITS. */
+#define HIGH_PRODUCT(SUM, WEIGHTS, DIGITS, weights, digits) \
+    __asm__ volatile("tileloadd (%0,%2), %%tmm" #WEIGHTS "\n\t" \
+                     "tileloadd (%1,%2), %%tmm" #DIGITS "\n\t" \
+                     "tilezero %%tmm" #SUM "\n\t" \
+                     "tdpbssd %%tmm" #DIGITS ", %%tmm" #WEIGHTS ", %%tmm" #SUM \
                      : \
-                     : "r"(weights), "r"(digits), "r"((digits) + 64 * (lines)), "r"((size_t)64) \
+                     : "r"(weights), "r"(digits), "r"((size_t)64) \
                      : "memory")
-#define NEXT_PRODUCT(HIGH, LOW, WEIGHTS, weights, digits, lines, sums) \
-    __asm__ volatile("tileloadd (%0,%3), %%tmm" #WEIGHTS "\n\t" \
-                     "tileloadd (%1,%3), %%tmm4\n\t" \
-                     "tilestored %%tmm" #HIGH ", (%4,%3)\n\t" \
-                     "tilezero %%tmm" #HIGH "\n\t" \
-                     "tdpbssd %%tmm" #WEIGHTS ", %%tmm4, %%tmm" #HIGH "\n\t" \
-                     "tileloadd (%2,%3), %%tmm5\n\t" \
-                     "tilestored %%tmm" #LOW ", (%5,%3)\n\t" \
-                     "tilezero %%tmm" #LOW "\n\t" \
-                     "tdpbusd %%tmm" #WEIGHTS ", %%tmm5, %%tmm" #LOW \
+#define LOW_PRODUCT(SUM, WEIGHTS, DIGITS, digits) \
+    __asm__ volatile("tileloadd (%0,%1), %%tmm" #DIGITS "\n\t" \
+                     "tilezero %%tmm" #SUM "\n\t" \
+                     "tdpbsud %%tmm" #DIGITS ", %%tmm" #WEIGHTS ", %%tmm" #SUM \
                      : \
-                     : "r"(weights), "r"(digits), "r"((digits) + 64 * (lines)), "r"((size_t)64), "r"((sums)[0]), \
-                       "r"((sums)[1]) \
+                     : "r"(digits), "r"((size_t)64) \
                      : "memory")
-#define STORE_PRODUCT(HIGH, LOW, sums) \
-    __asm__ volatile("tilestored %%tmm" #HIGH ", (%0,%2)\n\t" \
-                     "tilestored %%tmm" #LOW ", (%1,%2)" \
-                     : \
-                     : "r"((sums)[0]), "r"((sums)[1]), "r"((size_t)64) \
-                     : "memory")
+#define STORE_SUMS(SUM, sums) \
+    __asm__ volatile("tilestored %%tmm" #SUM ", (%0,%1)" : : "r"(sums), "r"((size_t)64) : "memory")
 
-/* acc[t] += term of one group, rows side by side. */
-INLINE void add_terms(const int tokens, __m512 *acc, int32_t (*sums)[16][16], const float *scales,
-                      const float *x_scales) {
-    const __m512 row_scales = _mm512_load_ps(scales);
-#pragma GCC unroll 16
-    for (int t = 0; t < tokens; t++) {
-        const __m512i high = _mm512_slli_epi32(_mm512_load_si512(sums[0][t]), 8);
-        const __m512 sum = _mm512_cvtepi32_ps(_mm512_add_epi32(high, _mm512_load_si512(sums[1][t])));
-        const __m512 scale = _mm512_mul_ps(row_scales, _mm512_set1_ps(x_scales[t]));
-        acc[t] = _mm512_add_ps(acc[t], _mm512_mul_ps(sum, scale));
+/* acc[row] += terms of one group for rows begin .. begin + 7, tokens side by side. */
+INLINE void add_terms(__m512 acc[16], int begin, int32_t (*sums)[16][16], const float *scales, const float *x_scales) {
+    const __m512 x_scale = _mm512_load_ps(x_scales);
+#pragma GCC unroll 8
+    for (int r = begin; r < begin + 8; r++) {
+        const __m512i high = _mm512_slli_epi32(_mm512_load_si512(sums[0][r]), 8);
+        const __m512 sum = _mm512_cvtepi32_ps(_mm512_add_epi32(high, _mm512_load_si512(sums[1][r])));
+        const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(scales[r]), x_scale);
+        acc[r] = _mm512_add_ps(acc[r], _mm512_mul_ps(sum, scale));
+        __asm__("" : "+v"(acc[r]) : : "memory"); /* one after the other: GCC would load all factors first, and spill sums */
     }
 }
 
-/* n groups of a strip times a block whose tiles have `lines` tokens, of which `tokens` are wanted. */
-INLINE void strip_product(const int tokens, int lines, const struct strip *strip, int n, const char *digits,
-                          const float *x_scales, float (*sums)[16]) {
-    _Alignas(64) int32_t products[2][2][16][16];
+/* n groups of a strip times a block of sixteen tokens, added to sums [row][token]. While a group multiplies, the tiles of
+ * the one before are stored, and the terms of the one before that are added: in pieces, since a tile's sixteen lines wait
+ * for nothing else where much else is between them. */
+INLINE void strip_product(const struct strip *strip, const int n, const char *digits, const float *x_scales,
+                          float (*sums)[16]) {
+    _Alignas(64) int32_t products[2][2][16][16]; /* [group][digit][row][token] */
     __m512 acc[16];
 #pragma GCC unroll 16
-    for (int t = 0; t < tokens; t++) acc[t] = _mm512_load_ps(sums[t]);
-    START_PRODUCT(0, 1, 6, strip->weights[0], digits, lines);
-    if (n > 1) START_PRODUCT(2, 3, 7, strip->weights[1], digits + lines * 128, lines);
-    for (int g = 0; g < n; g += 2) { /* while two groups multiply, the sums of the two before are added up */
-        const char *x = digits + (size_t)(g + 2) * lines * 128;
-        if (g + 2 < n)
-            NEXT_PRODUCT(0, 1, 6, strip->weights[g + 2], x, lines, products[0]);
-        else
-            STORE_PRODUCT(0, 1, products[0]);
-        if (g > 0) add_terms(tokens, acc, products[1], strip->scales[g - 1], x_scales + (g - 1) * lines);
-        if (g + 3 < n)
-            NEXT_PRODUCT(2, 3, 7, strip->weights[g + 3], x + lines * 128, lines, products[1]);
-        else if (g + 1 < n)
-            STORE_PRODUCT(2, 3, products[1]);
-        add_terms(tokens, acc, products[0], strip->scales[g], x_scales + g * lines);
+    for (int r = 0; r < 16; r++) acc[r] = _mm512_load_ps(sums[r]);
+#pragma GCC unroll 8
+    for (int g = 0; g < n + 2; g += 2) {
+        const char *x = digits + (size_t)g * 2048;
+        if (g < n) HIGH_PRODUCT(0, 6, 4, strip->weights[g], x);
+        if (g >= 2) add_terms(acc, 0, products[0], strip->scales[g - 2], x_scales + (g - 2) * 16);
+        if (g >= 1 && g <= n) STORE_SUMS(2, products[1][0]);
+        if (g < n) LOW_PRODUCT(1, 6, 5, x + 1024);
+        if (g >= 2) add_terms(acc, 8, products[0], strip->scales[g - 2], x_scales + (g - 2) * 16);
+        if (g >= 1 && g <= n) STORE_SUMS(3, products[1][1]);
+
+        if (g + 1 < n) HIGH_PRODUCT(2, 7, 4, strip->weights[g + 1], x + 2048);
+        if (g >= 1 && g <= n) add_terms(acc, 0, products[1], strip->scales[g - 1], x_scales + (g - 1) * 16);
+        if (g < n) STORE_SUMS(0, products[0][0]);
+        if (g + 1 < n) LOW_PRODUCT(3, 7, 5, x + 2048 + 1024);
+        if (g >= 1 && g <= n) add_terms(acc, 8, products[1], strip->scales[g - 1], x_scales + (g - 1) * 16);
+        if (g < n) STORE_SUMS(1, products[0][1]);
     }
-    if (n % 2 == 0) add_terms(tokens, acc, products[1], strip->scales[n - 1], x_scales + (n - 1) * lines);
 #pragma GCC unroll 16
-    for (int t = 0; t < tokens; t++) _mm512_store_ps(sums[t], acc[t]);
+    for (int r = 0; r < 16; r++) _mm512_store_ps(sums[r], acc[r]);
 }
-
-/* A function for each number of tokens: its sums are registers. */
-#define DEFINE_STRIP_PRODUCT(tokens) \
-    static __attribute__((noinline)) void strip_product##tokens(int lines, const struct strip *strip, int n, \
-                                                                const char *digits, const float *x_scales, \
-                                                                float (*sums)[16]) { \
-        strip_product(tokens, lines, strip, n, digits, x_scales, sums); \
-    }
-DEFINE_STRIP_PRODUCT(1)
-DEFINE_STRIP_PRODUCT(2)
-DEFINE_STRIP_PRODUCT(4)
-DEFINE_STRIP_PRODUCT(8)
-DEFINE_STRIP_PRODUCT(16)
-
-static void tile_product(const struct batch *x, int block, int tokens, const struct strip *strip, int first, int n,
-                         float (*sums)[16]) {
-    const int lines = x->lines;
-    const char *digits = (const char *)x->integers + ((size_t)block * x->stride + first) * lines * 128;
-    const float *x_scales = x->scales + ((size_t)block * x->stride + first) * lines;
-    if (tokens == 1)
-        strip_product1(lines, strip, n, digits, x_scales, sums);
-    else if (tokens == 2)
-        strip_product2(lines, strip, n, digits, x_scales, sums);
-    else if (tokens <= 4)
-        strip_product4(lines, strip, n, digits, x_scales, sums);
-    else if (tokens <= 8)
-        strip_product8(lines, strip, n, digits, x_scales, sums);
-    else
-        strip_product16(lines, strip, n, digits, x_scales, sums);
+static __attribute__((noinline)) void whole_strip_product(const struct strip *strip, const char *digits,
+                                                          const float *x_scales, float (*sums)[16]) {
+    strip_product(strip, TILE_GROUPS, digits, x_scales, sums);
+}
+static __attribute__((noinline)) void part_strip_product(const struct strip *strip, int n, const char *digits,
+                                                         const float *x_scales, float (*sums)[16]) {
+    strip_product(strip, n, digits, x_scales, sums);
 }
 
 /* Rows begin .. end - 1 times blocks block .. last_block - 1; at most TILE_STRIPS strips and TILE_BLOCKS blocks. */
 INLINE void tile_rows(enum kind kind, const struct product *p, int begin, int end, int block, int last_block) {
     const struct batch *x = p->x;
-    const int strips = (end - begin + 15) / 16, lines = x->lines;
+    const int strips = (end - begin + 15) / 16;
     struct strip unpacked[TILE_STRIPS];
-    _Alignas(64) float sums[TILE_BLOCKS][TILE_STRIPS][16][16];
-    for (int b = 0; b < last_block - block; b++) memset(sums[b], 0, strips * sizeof sums[b][0]);
+    _Alignas(64) float sums[TILE_BLOCKS * TILE_STRIPS][16][16]; /* [block, strip][row][token] */
+    memset(sums, 0, strips * (last_block - block) * sizeof sums[0]);
     for (int first = 0; first < x->groups; first += TILE_GROUPS) {
         const int n = x->groups - first < TILE_GROUPS ? x->groups - first : TILE_GROUPS;
         for (int s = 0; s < strips; s++) unpack_strip(kind, &p->w, begin + 16 * s, end - 1, first, n, &unpacked[s]);
         for (int b = block; b < last_block; b++) {
-            const int tokens = x->tokens - b * lines < lines ? x->tokens - b * lines : lines;
+            const size_t at = (size_t)b * x->stride + first;
+            const char *digits = (const char *)x->integers + at * 2048;
             for (int s = 0; s < strips; s++)
-                tile_product(x, b, tokens, &unpacked[s], first, n, sums[b - block][s]);
+                if (n == TILE_GROUPS)
+                    whole_strip_product(&unpacked[s], digits, x->scales + at * 16, sums[(b - block) * strips + s]);
+                else
+                    part_strip_product(&unpacked[s], n, digits, x->scales + at * 16, sums[(b - block) * strips + s]);
         }
     }
     for (int s = 0; s < strips; s++) {
@@ -283,17 +228,21 @@ INLINE void tile_rows(enum kind kind, const struct product *p, int begin, int en
         const __mmask16 mask = (__mmask16)((1u << rows) - 1);
         float row_scales[16];
         for (int r = 0; r < 16; r++) row_scales[r] = row_scale(&p->w, row + (r < rows ? r : 0));
-        for (int token = block * lines; token < last_block * lines && token < x->tokens; token++) {
-            const __m512 sum = _mm512_load_ps(sums[token / lines - block][s][token % lines]);
-            _mm512_mask_storeu_ps(product_row(p, token) + row, mask, _mm512_mul_ps(sum, _mm512_loadu_ps(row_scales)));
+        for (int b = block; b < last_block; b++) {
+            const int tokens = x->tokens - 16 * b < 16 ? x->tokens - 16 * b : 16;
+            __m512 columns[16];
+            load_columns(sums[(b - block) * strips + s], columns);
+            for (int t = 0; t < tokens; t++)
+                _mm512_mask_storeu_ps(product_row(p, 16 * b + t) + row, mask,
+                                      _mm512_mul_ps(columns[t], _mm512_loadu_ps(row_scales)));
         }
     }
 }
 
 INLINE void rows_by_tile(enum kind kind, const struct product *p, int begin, int end) {
-    const int blocks = (p->x->tokens + p->x->lines - 1) / p->x->lines;
+    const int blocks = (p->x->tokens + 15) / 16;
     const int rows = 16 * TILE_STRIPS;
-    configure_tiles(p->x->lines);
+    configure_tiles();
     for (int block = 0; block < blocks; block += TILE_BLOCKS) {
         const int last_block = block + TILE_BLOCKS < blocks ? block + TILE_BLOCKS : blocks;
         for (int row = begin; row < end; row += rows)

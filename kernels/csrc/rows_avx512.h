@@ -57,26 +57,6 @@ INLINE void terms_of_digits(const uint8_t *data, const int tokens, const char *d
     }
 }
 
-/* Row i of t becomes column i: four steps. */
-INLINE void transpose16(__m512 t[16]) {
-    __m512 u[16];
-#pragma GCC unroll 4
-    for (int i = 0; i < 16; i += 4) { /* four rows: lane 4b + r of u[i + c] is column 4b + c of row i + r */
-        const __m512 a = _mm512_unpacklo_ps(t[i], t[i + 1]), b = _mm512_unpacklo_ps(t[i + 2], t[i + 3]);
-        const __m512 c = _mm512_unpackhi_ps(t[i], t[i + 1]), d = _mm512_unpackhi_ps(t[i + 2], t[i + 3]);
-        u[i] = _mm512_shuffle_ps(a, b, 0x44), u[i + 1] = _mm512_shuffle_ps(a, b, 0xEE);
-        u[i + 2] = _mm512_shuffle_ps(c, d, 0x44), u[i + 3] = _mm512_shuffle_ps(c, d, 0xEE);
-    }
-#pragma GCC unroll 4
-    for (int c = 0; c < 4; c++) { /* block i of column b comes from block b of u[4i + c] */
-        const __m512 a = _mm512_shuffle_f32x4(u[c], u[4 + c], 0x44), b = _mm512_shuffle_f32x4(u[c], u[4 + c], 0xEE);
-        const __m512 d = _mm512_shuffle_f32x4(u[8 + c], u[12 + c], 0x44);
-        const __m512 e = _mm512_shuffle_f32x4(u[8 + c], u[12 + c], 0xEE);
-        t[c] = _mm512_shuffle_f32x4(a, d, 0x88), t[4 + c] = _mm512_shuffle_f32x4(a, d, 0xDD);
-        t[8 + c] = _mm512_shuffle_f32x4(b, e, 0x88), t[12 + c] = _mm512_shuffle_f32x4(b, e, 0xDD);
-    }
-}
-
 /* columns[i] = rows[0][i], rows[1][i], ... rows[15][i] */
 INLINE void load_columns(float rows[16][16], __m512 columns[16]) {
 #pragma GCC unroll 16
@@ -94,7 +74,7 @@ INLINE __m512 add_columns(__m512 acc, float rows[16][16]) {
 }
 
 /* Rows of eight groups, which latents have, two by two: they lie behind each other, as do their scales, and are one row
- * of sixteen groups but for the sum. Of the tokens the second eight groups repeat the first (split_digits). */
+ * of sixteen groups but for the sum. Of the tokens the second eight groups repeat the first (set_digit_token). */
 INLINE void pairs_of_digits(const struct product *p, const int tokens, int begin, int end) {
     const struct matrix *w = &p->w;
     const struct batch *x = p->x;

@@ -1,8 +1,7 @@
 /* Packed weights times one to eight tokens with AMX tiles of int8: what the tokens share is read and unpacked once.
  *
- * Here weights are the first operand: a line of a tile is a row's 64 columns of one group, in order of the fields, so
- * bytes of memory (int8) or one instruction away from them (int4, int2) serve as they are. The second operand has two
- * columns a token, both digits of its activations, x = 256 * high + low; both are signed, which LIMIT_INT16 allows. So
+ * Weights are the first operand, as in rows_amx.h. The second has two columns a token, both digits of its activations,
+ * x = 256 * high + low; both are signed, which LIMIT_INT16 allows. So
  * one product of tiles sums a group exactly for sixteen rows and all tokens, in 16 cycles for any number of these.
  * Bounds: 64 * 128 * 128 = 2^20 a digit, their sum as in integer.h. */
 #pragma once
@@ -40,21 +39,6 @@ INLINE void configure_columns(int tokens) {
                      : \
                      : "r"(upper), "r"(lower), "r"((size_t)8 * (tokens)) \
                      : "memory")
-
-/* The fields of a group as signed numbers, the lowest ones first: bytes that are loaded once for each field, and in each
- * lane signed_field's product of bit matrices. */
-INLINE __m512i signed_fields(enum kind kind, const uint8_t *data) {
-    if (kind == KIND_INT8) return _mm512_loadu_si512(data);
-    if (kind == KIND_INT4) {
-        const int64_t low = 0x0102040808080808, high = 0x1020408080808080;
-        const __m512i bytes = _mm512_broadcast_i64x4(_mm256_loadu_si256((const void *)data));
-        return _mm512_gf2p8affine_epi64_epi8(bytes, _mm512_setr_epi64(low, low, low, low, high, high, high, high), 0xF8);
-    }
-    const int64_t first = 0x0102020202020202;
-    const __m512i fields = _mm512_setr_epi64(first, first, first << 2, first << 2, first << 4, first << 4,
-                                             0x4080808080808080, 0x4080808080808080);
-    return _mm512_gf2p8affine_epi64_epi8(_mm512_broadcast_i32x4(_mm_loadu_si128((const void *)data)), fields, 0xFE);
-}
 
 /* [strip][group][row][column], in order of the fields */
 typedef uint8_t column_weights[2][COLUMN_GROUPS][16][64];
