@@ -18,20 +18,27 @@
 
 typedef _Atomic uint32_t word;
 
+/* Chunks that lie behind each other and that one thread takes from the first on, until others help. */
+struct range {
+    _Alignas(64) _Atomic uint64_t ticket; /* job number << 32 | chunks not yet claimed */
+};
+
 static struct {
-    /* Each on its own cache line: workers poll generation while others count in ticket and done. */
-    _Alignas(64) word generation;          /* number of the newest job; what sleeping workers wait on */
-    _Alignas(64) _Atomic uint64_t ticket;  /* job number << 32 | chunks not yet claimed */
-    _Alignas(64) word done;                /* finished chunks of the current job */
+    /* Each on its own cache line: workers poll generation while others count in their range and done. */
+    _Alignas(64) word generation; /* number of the newest job; what sleeping workers wait on */
+    _Alignas(64) word done;       /* finished chunks of the current job */
     _Alignas(64) word sleepers;
     word caller_sleeps;
     _Atomic(pool_task) task; /* null tells the workers to end */
     _Atomic(void *) job;
     _Atomic int num_chunks;
+    _Atomic int num_ranges;
     _Atomic int num_threads;
     int num_workers;
+    word first_generation; /* the newest job when workers were started last; one that misses a job does no harm */
     pthread_t workers[MAX_THREADS];
     pthread_mutex_t busy; /* held by the one caller whose job is running */
+    struct range ranges[MAX_THREADS]; /* of the caller, then of each worker */
 } pool = {.num_threads = 1, .busy = PTHREAD_MUTEX_INITIALIZER};
 
 static void pause_cpu(void) {
@@ -68,23 +75,35 @@ static void reset_sleep(void) {
 }
 #endif
 
-/* A claim is a compare-and-swap that takes one chunk of exactly this job. The caller publishes the next job only after
- * every claimed chunk is done, so a late worker, whatever task it read, can never run a chunk with another job's task. */
-static void work(uint32_t generation, pool_task task, void *job, int num_chunks) {
-    uint64_t ticket = atomic_load_explicit(&pool.ticket, memory_order_acquire);
-    while ((uint32_t)(ticket >> 32) == generation && (uint32_t)ticket != 0) {
-        if (!atomic_compare_exchange_weak_explicit(&pool.ticket, &ticket, ticket - 1, memory_order_acq_rel,
-                                                   memory_order_acquire))
-            continue;
-        task(job, num_chunks - (int)(uint32_t)ticket);
-        atomic_fetch_add(&pool.done, 1);
-        if (atomic_load(&pool.caller_sleeps)) wake(&pool.done);
-        ticket = atomic_load_explicit(&pool.ticket, memory_order_acquire);
+/* The first chunk of a range: each of `num_ranges` has equally many, or one more. */
+static int range_begin(int range, int num_ranges, int num_chunks) {
+    return (int)((int64_t)num_chunks * range / num_ranges);
+}
+
+/* Takes the chunks of a thread's own range in order, so that what it asks of memory ahead is what it needs next; then what
+ * others have left. A claim is a compare-and-swap that takes one chunk of exactly this job. The caller publishes the next
+ * job only after every claimed chunk is done, so a late worker, whatever task it read, can never run a chunk with another
+ * job's task. */
+static void work(uint32_t generation, int own, int num_ranges, pool_task task, void *job, int num_chunks) {
+    for (int i = 0; i < num_ranges; i++) {
+        const int range = (own + i) % num_ranges, end = range_begin(range + 1, num_ranges, num_chunks);
+        _Atomic uint64_t *left = &pool.ranges[range].ticket;
+        uint64_t ticket = atomic_load_explicit(left, memory_order_acquire);
+        while ((uint32_t)(ticket >> 32) == generation && (uint32_t)ticket != 0) {
+            if (!atomic_compare_exchange_weak_explicit(left, &ticket, ticket - 1, memory_order_acq_rel,
+                                                       memory_order_acquire))
+                continue;
+            task(job, end - (int)(uint32_t)ticket);
+            atomic_fetch_add(&pool.done, 1);
+            if (atomic_load(&pool.caller_sleeps)) wake(&pool.done);
+            ticket = atomic_load_explicit(left, memory_order_acquire);
+        }
     }
 }
 
 static void *worker_main(void *arg) {
-    uint32_t seen = (uint32_t)(uintptr_t)arg, generation;
+    const int own = (int)(uintptr_t)arg; /* range */
+    uint32_t seen = atomic_load(&pool.first_generation), generation;
     for (;;) {
         int spins = 0;
         while ((generation = atomic_load_explicit(&pool.generation, memory_order_acquire)) == seen) {
@@ -103,8 +122,9 @@ static void *worker_main(void *arg) {
         pool_task task = atomic_load_explicit(&pool.task, memory_order_relaxed);
         void *job = atomic_load_explicit(&pool.job, memory_order_relaxed);
         int num_chunks = atomic_load_explicit(&pool.num_chunks, memory_order_relaxed);
+        int num_ranges = atomic_load_explicit(&pool.num_ranges, memory_order_relaxed);
         if (!task) return NULL;
-        work(generation, task, job, num_chunks);
+        work(generation, own, num_ranges, task, job, num_chunks);
     }
 }
 
@@ -112,9 +132,14 @@ static uint32_t publish(pool_task task, void *job, int num_chunks) {
     uint32_t generation = atomic_load_explicit(&pool.generation, memory_order_relaxed) + 1;
     atomic_store_explicit(&pool.task, task, memory_order_relaxed);
     atomic_store_explicit(&pool.job, job, memory_order_relaxed);
+    const int num_ranges = pool.num_workers + 1;
     atomic_store_explicit(&pool.num_chunks, num_chunks, memory_order_relaxed);
     atomic_store_explicit(&pool.done, 0, memory_order_relaxed);
-    atomic_store_explicit(&pool.ticket, (uint64_t)generation << 32 | (uint32_t)num_chunks, memory_order_release);
+    atomic_store_explicit(&pool.num_ranges, num_ranges, memory_order_relaxed);
+    for (int i = 0; i < num_ranges; i++) {
+        const int size = range_begin(i + 1, num_ranges, num_chunks) - range_begin(i, num_ranges, num_chunks);
+        atomic_store_explicit(&pool.ranges[i].ticket, (uint64_t)generation << 32 | (uint32_t)size, memory_order_release);
+    }
     atomic_store(&pool.generation, generation);
     if (atomic_load(&pool.sleepers)) wake(&pool.generation);
     return generation;
@@ -124,10 +149,12 @@ static void start_workers(void) {
     sigset_t all, old;
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &old); /* workers inherit this: signals stay with the program's own threads */
-    uintptr_t generation = atomic_load(&pool.generation);
+    atomic_store(&pool.first_generation, atomic_load(&pool.generation));
     while (pool.num_workers < pool.num_threads - 1) {
         /* A refused thread (ulimit, cgroup pids) costs speed, not results. */
-        if (pthread_create(&pool.workers[pool.num_workers], NULL, worker_main, (void *)generation)) break;
+        if (pthread_create(&pool.workers[pool.num_workers], NULL, worker_main,
+                           (void *)(uintptr_t)(pool.num_workers + 1)))
+            break;
         pool.num_workers++;
     }
     pthread_sigmask(SIG_SETMASK, &old, NULL);
@@ -150,7 +177,7 @@ void pool_run(pool_task task, void *job, int num_chunks) {
         for (int i = 0; i < num_chunks; i++) task(job, i);
     } else {
         uint32_t generation = publish(task, job, num_chunks), done;
-        work(generation, task, job, num_chunks);
+        work(generation, 0, pool.num_workers + 1, task, job, num_chunks);
         for (int spins = 0; (done = atomic_load(&pool.done)) != (uint32_t)num_chunks;) {
             if (++spins < SPINS) {
                 pause_cpu();

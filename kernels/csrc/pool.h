@@ -1,5 +1,6 @@
 /* A fork-join pool: the caller and its workers take chunks of one job until none is left.
  *
+ * Each begins with a range of its own, so that it reads memory in one direction; who is done helps the others.
  * The caller waits only for chunks that were claimed, never for a worker that has not woken up; at worst it does all
  * of them itself. Idle workers spin for about 50 us, then sleep on a futex. A second thread that calls while the pool
  * is busy does its own job alone. After a fork the child starts its own workers at its first job. */
