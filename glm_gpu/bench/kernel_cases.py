@@ -65,6 +65,11 @@ def cases(memory_bytes: int) -> Iterator[Case]:
     yield from _small()
 
 
+def many_tokens() -> Case:
+    """A projection of 64 tokens, which arithmetic bounds."""
+    return _prefill("int4_g64", (WIDTH, HIDDEN), 64)
+
+
 def _normal(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).standard_normal(shape, np.float32)
 

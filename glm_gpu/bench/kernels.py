@@ -1,9 +1,11 @@
 """`glm-gpu bench kernels`: each kernel beside the limit measured just before and just after it."""
 
 import statistics
+from dataclasses import replace
 
-from glm_gpu.bench.kernel_cases import Bound, Case, cases
+from glm_gpu.bench.kernel_cases import Bound, Case, cases, many_tokens
 from glm_gpu.bench.measurement import Limit, Part, seconds
+from glm_gpu.kernels import cpu
 from glm_gpu.kernels.limits import integer_multiply_adds_s, multiply_add_flops, read_bytes_s
 from glm_gpu.machine import memory
 
@@ -27,6 +29,12 @@ def measure_kernels(is_quick: bool = False) -> Part:
     part = Part("kernels", f"GLM-5.2's sizes, {memory_bytes / 2**30:.2g} GiB of distinct weights a row")
     for case in cases(memory_bytes):
         measure_case(part, case, memory_bytes)
+    for name in cpu.available():
+        # the instruction sets that other machines have, each against its own product instruction
+        if name not in ("numpy", "base", cpu.implementation()):
+            with cpu.use(name):
+                case = many_tokens()
+                measure_case(part, replace(case, name=f"{case.name}, {name}"), memory_bytes)
     return part
 
 

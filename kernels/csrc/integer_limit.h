@@ -54,11 +54,11 @@ static void integer_task(void *arg, int chunk) {
 #pragma GCC unroll 12
     for (int k = 0; k < INTEGER_CHAINS; k++) acc[k] = _mm256_set1_epi32(k);
     for (int i = 0; i < STEPS; i++) {
-        __asm__ volatile("" : "+x"(factor)); /* or one product would serve all */
 #pragma GCC unroll 12
         for (int k = 0; k < INTEGER_CHAINS; k++) {
             __m256i product;
-            __asm__("vpmaddwd %1, %1, %0" : "=x"(product) : "x"(factor));
+            /* volatile, or one product would serve all */
+            __asm__ volatile("vpmaddwd %1, %1, %0" : "=x"(product) : "x"(factor));
             __asm__("vpaddd %1, %0, %0" : "+x"(acc[k]) : "x"(product));
         }
     }

@@ -6,6 +6,7 @@
 #include "rows_columns.h"
 #include "rows_f32.h"
 #include "rows_integer.h"
+#include "rows_panel.h"
 
 /* Rows begin .. end-1 for all tokens; at most CHUNK_ROWS rows for several tokens. One function for each kind: its loops
  * are unrolled. */
@@ -25,6 +26,11 @@
     else if (p->x->layout == BY_FOUR) \
         rows_by_four(kind, p, begin, end); \
     else if (p->x->layout == BY_SIXTEEN) \
+        rows_by_sixteen(kind, p, begin, end); \
+    else
+#elif defined(__AVX2__)
+#define ROWS_SEVERAL(kind, p, begin, end) \
+    if (p->x->layout == BY_SIXTEEN) \
         rows_by_sixteen(kind, p, begin, end); \
     else
 #else

@@ -5,6 +5,11 @@
  * instruction away from them (int4, int2) serve as they are. The second operand has one digit of sixteen tokens, side by
  * side. So one product of tiles sums a group exactly for sixteen rows and sixteen tokens, and neither scales nor sums
  * need a shuffle, nor a correction, since the weights are signed.
+ *
+ * On a Xeon (Sapphire Rapids) sixteen rows, sixteen tokens and one group take 32 cycles of products and 48 of f32 terms, six
+ * instructions for 16 results; beside each other, with the tiles' loads and stores, 80 at best in a loop of their own, 100
+ * here, and 140 where four blocks share what is unpacked. Tiles of bfloat16, whose sums need no conversion, take 64 for
+ * products and were slower in all.
  * Bounds: 64 * 128 * 255 < 2^21 (low), 64 * 128 * 128 = 2^20 (high), their sum as in integer.h. */
 #pragma once
 #include "product.h"

@@ -1,14 +1,10 @@
-/* Packed weights times several tokens with AVX-512 VNNI: weights are unpacked once for four or sixty-four tokens. */
+/* Packed int4 weights times up to four tokens by their digits, and packed weights times four tokens, with AVX-512 VNNI. */
 #pragma once
 #include "product.h"
 #include "rows_integer.h"
+#include "rows_panel.h"
 
 #if defined(__AVX512VNNI__)
-
-/* sum += w * x in place. As an intrinsic, GCC 12 copies the sums around and spills them: half the speed. */
-INLINE void add_products(__m512i *sum, __m512i w, __m512i x) {
-    __asm__("vpdpwssd %2, %1, %0" : "+v"(*sum) : "v"(w), "vm"(x));
-}
 
 #define DIGIT_BLOCKS 16 /* of sixteen groups: terms of 16 rows that wait to be added, 16 KiB a token */
 
@@ -159,12 +155,6 @@ INLINE void rows_by_digit(const struct product *p, int begin, int end) {
     }
 }
 
-INLINE void unpack_to(enum kind kind, const uint8_t *data, int16_t out[GROUP]) {
-    const i16x64 w = unpack64(kind, data);
-    _mm512_store_si512(out, w.v[0]);
-    _mm512_store_si512(out + 32, w.v[1]);
-}
-
 /* Four rows, sixteen groups of each. */
 struct unpacked {
     _Alignas(64) int16_t weights[4][16][GROUP];
@@ -255,86 +245,5 @@ INLINE void rows_by_four(enum kind kind, const struct product *p, int begin, int
                     product_row(p, token + t)[row + r] = sums[4 * t + r] * row_scale(&p->w, row + r);
         }
     }
-}
-
-/* `rows` rows times 16 * `wide` tokens of one group, added to acc [rows][wide]. rows * wide = 24 sums stay in registers,
- * which leaves 8 for the activations and a broadcast. Sums start at minus the correction. */
-INLINE void tile(const int rows, const int wide, const int16_t (*weights)[GROUP], const float *scales,
-                 const int16_t *const integers[4], const float *const x_scales[4], const int32_t *const corrections[4],
-                 float (*acc)[4][16]) {
-    __m512i sums[24];
-#pragma GCC unroll 4
-    for (int v = 0; v < wide; v++) {
-        const __m512i start = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_load_si512(corrections[v]));
-#pragma GCC unroll 24
-        for (int r = 0; r < rows; r++) sums[r * wide + v] = start;
-    }
-#pragma GCC unroll 1
-    for (int k = 0; k < GROUP / 2; k++) {
-        __m512i x[4];
-        for (int v = 0; v < wide; v++) x[v] = _mm512_load_si512(integers[v] + k * 32);
-#pragma GCC unroll 24
-        for (int r = 0; r < rows; r++) {
-            int32_t pair;
-            memcpy(&pair, weights[r] + 2 * k, 4);
-            const __m512i w = _mm512_set1_epi32(pair);
-#pragma GCC unroll 4
-            for (int v = 0; v < wide; v++) add_products(&sums[r * wide + v], w, x[v]);
-        }
-    }
-#pragma GCC unroll 4
-    for (int v = 0; v < wide; v++) {
-        const __m512 x_scale = _mm512_load_ps(x_scales[v]);
-#pragma GCC unroll 24
-        for (int r = 0; r < rows; r++) {
-            const __m512 scale = _mm512_mul_ps(_mm512_set1_ps(scales[r]), x_scale);
-            const __m512 term = _mm512_mul_ps(_mm512_cvtepi32_ps(sums[r * wide + v]), scale);
-            _mm512_store_ps(acc[r][v], _mm512_add_ps(_mm512_load_ps(acc[r][v]), term));
-        }
-    }
-}
-
-/* CHUNK_ROWS rows at most times tokens 16 * block .. 16 * (block + wide) - 1. */
-INLINE void panel(enum kind kind, const int wide, const struct product *p, int begin, int end, int block) {
-    const struct batch *x = p->x;
-    const int rows = 24 / wide;
-    _Alignas(64) float acc[CHUNK_ROWS][4][16];
-    memset(acc, 0, sizeof acc);
-    for (int g = 0; g < x->groups; g++) {
-        const int16_t *integers[4];
-        const float *x_scales[4];
-        const int32_t *corrections[4];
-        for (int v = 0; v < wide; v++) {
-            integers[v] = x->integers + ((size_t)(block + v) * x->groups + g) * GROUP * 16;
-            x_scales[v] = x->scales + ((size_t)(block + v) * x->stride + g) * 16;
-            corrections[v] = x->corrections + ((size_t)(block + v) * x->stride + g) * 16;
-        }
-        for (int row = begin; row < end; row += rows) {
-            _Alignas(64) int16_t weights[24][GROUP];
-            float scales[24];
-            for (int r = 0; r < rows; r++) {
-                const int actual = row + r < end ? row + r : end - 1; /* beyond the end: computed, never stored */
-                uint8_t tail[GROUP];
-                unpack_to(kind, group_data(&p->w, row_data(&p->w, actual), g, tail), weights[r]);
-                scales[r] = group_scale(&p->w, actual, g);
-            }
-            tile(rows, wide, weights, scales, integers, x_scales, corrections, acc + (row - begin));
-        }
-    }
-    for (int row = begin; row < end; row++) {
-        const float scale = row_scale(&p->w, row);
-        for (int t = 0; t < 16 * wide && 16 * block + t < x->tokens; t++)
-            product_row(p, 16 * block + t)[row] = acc[row - begin][t / 16][t % 16] * scale;
-    }
-}
-
-INLINE void rows_by_sixteen(enum kind kind, const struct product *p, int begin, int end) {
-    const int blocks = (p->x->tokens + 15) / 16;
-    for (int block = 0; block < blocks; block += 4) switch (blocks - block) {
-        case 1: panel(kind, 1, p, begin, end, block); break;
-        case 2: panel(kind, 2, p, begin, end, block); break;
-        case 3: panel(kind, 3, p, begin, end, block); break;
-        default: panel(kind, 4, p, begin, end, block);
-        }
 }
 #endif
