@@ -1,4 +1,4 @@
-"""`glm-gpu bench kernels`: each kernel beside the limit measured just before and just after it."""
+"""`glm-gpu bench kernels`: each kernel beside the limit, which is measured just before and just after each sample."""
 
 import statistics
 from dataclasses import replace
@@ -10,8 +10,8 @@ from glm_gpu.kernels.limits import integer_multiply_adds_s, multiply_add_flops, 
 from glm_gpu.machine import memory
 
 MEMORY_BYTES = 1 << 30
-# Identical measurements of a row: enough for a median and a spread.
-REPEATS = 3
+# Identical measurements of a row, each beside the limit: enough for medians and a spread where others use the machine.
+REPEATS = 5
 UNITS: dict[Bound, tuple[str, str]] = {
     "memory": ("GB/s", "memory read"),
     "int16": ("GMAC/s", "int16 products"),
@@ -39,21 +39,22 @@ def measure_kernels(is_quick: bool = False) -> Part:
 
 
 def measure_case(part: Part, case: Case, memory_bytes: int) -> None:
-    """Add a case's row. Each sample is the median of a third of the calls."""
+    """Add a case's row. Each sample is the median of a fifth of the calls, with the limit taken before and behind it."""
     case.call(0)
-    before = _limit(case.bound, memory_bytes)
-    samples = []
+    samples, limits = [], []
     for repeat in range(REPEATS):
         each = max(3, case.num_calls // REPEATS)
+        before = _limit(case.bound, memory_bytes)
         times = [seconds(lambda i=i: case.call(i)) for i in range(repeat * each, (repeat + 1) * each)]
         samples.append(statistics.median(times))
+        limits.append(max(before, _limit(case.bound, memory_bytes)))
     if case.bound is None:
         part.add(case.name, (1e3 * sample for sample in samples), "ms")
         return
     unit, name = UNITS[case.bound]
-    best = max(before, _limit(case.bound, memory_bytes))
     rates = (case.amount / sample / 1e9 for sample in samples)
-    part.add(case.name, rates, unit, Limit(best, name), median_ms=1e3 * statistics.median(samples))
+    limit = Limit(statistics.median(limits), name)
+    part.add(case.name, rates, unit, limit, median_ms=1e3 * statistics.median(samples))
 
 
 def _limit(bound: Bound | None, memory_bytes: int) -> float:
