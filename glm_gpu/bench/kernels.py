@@ -39,7 +39,7 @@ def measure_kernels(is_quick: bool = False) -> Part:
 
 
 def measure_case(part: Part, case: Case, memory_bytes: int) -> None:
-    """Add a case's row. Each sample is the median of a fifth of the calls, with the limit taken before and behind it."""
+    """Add a case's row. Each sample is the median of a fifth of the calls; the limit is taken before and behind."""
     case.call(0)
     samples, limits = [], []
     for repeat in range(REPEATS):
