@@ -7,6 +7,7 @@
 
 The result is a ratio of rates that were measured within the same minutes, with as many threads each; both have their
 weights in memory twice over, so it takes 20 GB. llama-bench must be built for the machine it runs on (GGML_NATIVE).
+Where that has AMX it aborts on attn_k_b and attn_v_b in four bits: they have to stay BF16, as slice.gguf has them.
 """
 
 import argparse
@@ -58,7 +59,7 @@ def run_peer(program: Path, model: Path) -> Peer:
     done = subprocess.run([program, *map(str, words)], capture_output=True, text=True, check=True)
     rows = {"decode" if row["n_gen"] else "prefill": row for row in json.loads(done.stdout)}
     decode = rows["decode"]
-    format = decode["model_type"].split("B ")[-1]  # "deepseek2 671B Q4_K - Small"
+    format = decode["model_type"].split("B ")[-1]  # of "glm-dsa ?B Q4_K - Small"
     return Peer((decode["avg_ts"], rows["prefill"]["avg_ts"]), decode["build_commit"], format)
 
 

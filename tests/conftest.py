@@ -17,9 +17,8 @@ SAFETENSORS_DTYPES = {"float32": "F32", "float16": "F16", "uint16": "BF16", "uin
 
 def pytest_configure():
     """What must not depend on how the tests are started, and on how fast the machine is at the moment."""
-    if (
-        signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    ):  # a shell's `&`; commands that tests start would ignore it too
+    # a shell's `&` has it ignored, and so would the commands be that tests start
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         from hypothesis import HealthCheck, settings

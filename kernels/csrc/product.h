@@ -30,8 +30,8 @@ INLINE const uint8_t *group_data(const struct matrix *w, const uint8_t *row, int
 /* Rows of a chunk: a multiple of every register tile's rows; 48 rows of [., 6144] int4 are 147 KiB, 10 us of memory. */
 #define CHUNK_ROWS 48
 
-/* Rows of a chunk where memory is the limit and there are chunks enough for all threads: requests ahead of a chunk's
- * end fetch for somebody else. [2048, 6144] int4, two cores: 77 % of the read bandwidth with 48, 82 % with 96. */
+/* Rows of a chunk where memory is the limit and there are chunks enough for all threads. [2048, 6144] int4, two cores whose
+ * chunks lie behind each other: 81 % of the read bandwidth with 16, 82 % with 48, 83 % with 96. */
 #define LONG_CHUNK_ROWS 96
 
 #define COLUMN_ROWS 32 /* rows that BY_COLUMN computes together */
